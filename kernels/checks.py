@@ -1,0 +1,117 @@
+"""Argument checks shared by the Triton wrappers and their plain-torch twins.
+
+Nothing here reads device memory: the values in `block_table` and `seq_lens` are the caller's obligation.
+"""
+
+import torch
+from torch import Tensor
+
+from .errors import KernelInputError, KernelTypeError
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ID_DTYPES = (torch.int32, torch.int64)
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+MAX_HEAD_DIM = 256
+MAX_POSITION = 2**30
+
+
+def tensor(name: str, value: object, ndim: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """Return `value` as a tensor of `ndim` dims and one of `dtypes`, or raise."""
+    if not isinstance(value, Tensor):
+        raise KernelTypeError(f"{name} is a {type(value).__name__}; pass a torch.Tensor of {ndim} dims")
+    if value.dtype not in dtypes:
+        allowed = ", ".join(map(str, dtypes))
+        raise KernelTypeError(f"{name} has dtype {value.dtype}; allowed: {allowed}; convert it with .to(...)")
+    if value.ndim != ndim:
+        raise KernelInputError(
+            f"{name} has shape {tuple(value.shape)} ({value.ndim} dims); pass {ndim} dims, see its docstring"
+        )
+    return value
+
+
+def integer(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` as an int within [low, high], or raise."""
+    if not isinstance(value, int):
+        raise KernelTypeError(f"{name} is a {type(value).__name__}; pass an int (call .item() on a tensor)")
+    if not low <= value <= high:
+        raise KernelInputError(f"{name} is {value}; allowed: {low} to {high}; pass a value in that range")
+    return value
+
+
+def same(what: str, got_name: str, got: object, want_name: str, want: object) -> None:
+    """Raise unless `got == want`."""
+    if got != want:
+        raise KernelInputError(
+            f"{got_name} has {what} {got}, {want_name} has {want}; they must agree: make {got_name} match"
+        )
+
+
+def arena(name: str, value: object) -> Tensor:
+    """Check an arena [num_blocks, H_kv, block_size, D]; any strides."""
+    checked = tensor(name, value, 4, FLOAT_DTYPES)
+    block_size, head_dim = checked.shape[2:]
+    if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        raise KernelInputError(
+            f"{name} has block_size {block_size} (shape {tuple(checked.shape)}); allowed: powers of two from "
+            f"{MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}; allocate it as [num_blocks, H_kv, block_size, D]"
+        )
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise KernelInputError(
+            f"{name} has head dim {head_dim}; allowed: 1 to {MAX_HEAD_DIM}; leave this attention un-paged"
+        )
+    return checked
+
+
+def table(block_table: object, seq_lens: object, like: Tensor) -> tuple[int, int]:
+    """Check block_table [B, W] and seq_lens [B], both int32 on the device of `like`; return (B, W)."""
+    blocks = tensor("block_table", block_table, 2, (torch.int32,))
+    lens = tensor("seq_lens", seq_lens, 1, (torch.int32,))
+    same("batch size", "seq_lens", lens.shape[0], "block_table", blocks.shape[0])
+    if not lens.is_contiguous():
+        raise KernelInputError(f"seq_lens has stride {lens.stride(0)}; allowed: 1; call .contiguous() on it")
+    same("device", "block_table", blocks.device, "the arena", like.device)
+    same("device", "seq_lens", lens.device, "the arena", like.device)
+    return blocks.shape[0], blocks.shape[1]
+
+
+def write(name: str, target: Tensor, new: object, batch: int) -> Tensor:
+    """Check the new tokens [B, H_kv, n, D] of one arena."""
+    checked = tensor(name, new, 4, (target.dtype,))
+    same("device", name, checked.device, "the arena", target.device)
+    same("batch size", name, checked.shape[0], "block_table", batch)
+    same("H_kv", name, checked.shape[1], "the arena", target.shape[1])
+    same("head dim", name, checked.shape[3], "the arena", target.shape[3])
+    return checked
+
+
+def pair(key_arena: Tensor, value_arena: Tensor) -> None:
+    """Check that two arenas belong to one layer: same blocks, heads, block size, dtype and device."""
+    same("shape[:3]", "v_arena", tuple(value_arena.shape[:3]), "k_arena", tuple(key_arena.shape[:3]))
+    same("dtype", "v_arena", value_arena.dtype, "k_arena", key_arena.dtype)
+    same("device", "v_arena", value_arena.device, "k_arena", key_arena.device)
+
+
+def context_length(kv_len: object, width: int, block_size: int) -> int:
+    """Check the logical length of a batch against the tokens its block table can hold."""
+    return integer("kv_len", kv_len, 1, min(width * block_size, MAX_POSITION))
+
+
+def launchable(value: Tensor, interpreted: bool) -> None:
+    """Raise unless Triton can run on the tensor's device in this process."""
+    if value.is_cuda or interpreted:
+        return
+    raise KernelInputError(
+        f"the tensors are on {value.device}; allowed: a CUDA or ROCm device; move them there, call the twin in "
+        "kernels.reference, or set TRITON_INTERPRET=1 before importing triton"
+    )
+
+
+def copy(target: Tensor, src_ids: object, dst_ids: object) -> None:
+    """Check the block ids of a copy: [n] each, contiguous, on the device of the arena."""
+    sources = tensor("src_ids", src_ids, 1, ID_DTYPES)
+    destinations = tensor("dst_ids", dst_ids, 1, ID_DTYPES)
+    same("length", "dst_ids", destinations.shape[0], "src_ids", sources.shape[0])
+    for name, ids in (("src_ids", sources), ("dst_ids", destinations)):
+        same("device", name, ids.device, "the arena", target.device)
+        if not ids.is_contiguous():
+            raise KernelInputError(f"{name} has stride {ids.stride(0)}; allowed: 1; call .contiguous() on it")

@@ -1,0 +1,47 @@
+"""Host wrapper of paged attention: checks, the output, the kernel that fits the number of queries."""
+
+import torch
+from torch import Tensor
+
+from . import checks, decode, prefill
+from .launch import INTERPRETED, Allocator
+from .problem import attention_problem
+
+
+def attention(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: int,
+    *,
+    scale: float,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    allocate: Allocator = torch.empty,
+) -> Tensor:
+    """Attention of q [B, H_q, Q, D] over the paged keys of each row; returns [B, H_q, Q, Dv] in q's dtype.
+
+    Row b holds `seq_lens[b]` tokens and is virtually left padded to `kv_len`: its token t is logical key
+    t + kv_len - seq_lens[b]. Key k is visible to query i (0..Q-1) if it is a token of the row, and
+    k <= i + causal_offset, and k > i + causal_offset - window. With `mask`, broadcastable to [B, H_q, Q, kv_len]
+    (bool: True is visible; float: added to the scaled score), virtual padding takes part as zero keys and values
+    where the mask admits it. A query that sees nothing gives zeros.
+
+    The caller keeps every `seq_lens[b]` within kv_len and the block table within the arenas. `allocate(shape,
+    dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
+    """
+    problem = attention_problem(
+        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask
+    )
+    checks.launchable(q, INTERPRETED)
+    out = allocate(problem.out_shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    if problem.q_len <= decode.MAX_QUERIES:
+        decode.decode(problem, out, allocate)
+    else:
+        prefill.prefill(problem, out)
+    return out

@@ -1,0 +1,63 @@
+"""A kernel launch as a value: what a wrapper runs, the tuner times and the ahead-of-time compiler compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+Allocator = Callable[..., Tensor]
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Tile extents and compiler options of an attention kernel."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its grid and its arguments by parameter name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, object]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def run(self) -> None:
+        """Enqueue on the current stream of the arguments' device; an empty grid enqueues nothing."""
+        if 0 in self.grid:
+            return
+        first = next(value for value in self.arguments.values() if isinstance(value, Tensor))
+        with torch.cuda.device_of(first):
+            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the choice of a configuration depends on; `arch` is a CUDA capability such as 90, 0 on ROCm."""
+
+    name: str
+    arch: int
+    processors: int
+    shared_bytes: int
+
+
+@cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Limits of a CUDA or ROCm device; the interpreter sees those of an sm_80 part."""
+    if device.type != "cuda":
+        return DeviceLimits("interpreter", 80, 108, 163 * 1024)
+    properties = torch.cuda.get_device_properties(device)
+    arch = 0 if torch.version.hip else properties.major * 10 + properties.minor
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return DeviceLimits(properties.name, arch, properties.multi_processor_count, shared)

@@ -1,0 +1,146 @@
+"""Attention of many queries over paged keys in one pass: prefill, chunked prefill, unsplit decode.
+
+The keys are whatever the pages hold: earlier context and the tokens just written alike.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import autotune, configs
+from .common import attend_packed
+from .launch import Launch, LaunchConfig, device_limits
+from .problem import AttentionProblem, pointer
+
+
+@triton.jit(do_not_specialize=["kv_len", "causal_offset", "window"])
+def prefill_kernel(
+    q_ptr,
+    q_batch_stride,
+    q_head_stride,
+    q_query_stride,
+    q_dim_stride,
+    k_arena_ptr,
+    k_arena_block_stride,
+    k_arena_head_stride,
+    k_arena_slot_stride,
+    k_arena_dim_stride,
+    v_arena_ptr,
+    v_arena_block_stride,
+    v_arena_head_stride,
+    v_arena_slot_stride,
+    v_arena_dim_stride,
+    mask_ptr,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_query_stride,
+    mask_key_stride,
+    block_table_ptr,
+    table_batch_stride,
+    table_block_stride,
+    seq_lens_ptr,
+    kv_len,
+    score_scale,
+    causal_offset,
+    window,
+    packed_rows,
+    num_kv_heads,
+    out_ptr,
+    out_batch_stride,
+    out_head_stride,
+    out_query_stride,
+    out_dim_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    TILE_DV: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    num_tiles = tl.cdiv(packed_rows, TILE_M)
+    pid = tl.program_id(0)
+    # late query tiles see the most keys: start them first
+    first_row = (num_tiles - 1 - pid % num_tiles) * TILE_M
+    kv_head = pid // num_tiles % num_kv_heads
+    batch = pid // num_tiles // num_kv_heads
+    out, _ = attend_packed(
+        q_ptr,
+        q_batch_stride,
+        q_head_stride,
+        q_query_stride,
+        q_dim_stride,
+        k_arena_ptr,
+        k_arena_block_stride,
+        k_arena_head_stride,
+        k_arena_slot_stride,
+        k_arena_dim_stride,
+        v_arena_ptr,
+        v_arena_block_stride,
+        v_arena_head_stride,
+        v_arena_slot_stride,
+        v_arena_dim_stride,
+        mask_ptr,
+        mask_batch_stride,
+        mask_head_stride,
+        mask_query_stride,
+        mask_key_stride,
+        block_table_ptr,
+        table_batch_stride,
+        table_block_stride,
+        seq_lens_ptr,
+        kv_len,
+        score_scale,
+        causal_offset,
+        window,
+        packed_rows,
+        batch,
+        kv_head,
+        first_row,
+        0,
+        1,
+        GROUP,
+        HEAD_DIM,
+        V_HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_M,
+        TILE_N,
+        TILE_D,
+        TILE_DV,
+        IS_CAUSAL,
+        HAS_WINDOW,
+        HAS_MASK,
+        HAS_BIAS,
+    )
+    rows = first_row + tl.arange(0, TILE_M)  # [TILE_M]
+    dv_offs = tl.arange(0, TILE_DV)  # [TILE_DV]
+    queries = (rows // GROUP).to(tl.int64)  # [TILE_M]
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)  # [TILE_M]
+    out_offs = batch.to(tl.int64) * out_batch_stride + queries * out_query_stride + heads * out_head_stride
+    out_ptrs = out_ptr + out_offs[:, None] + dv_offs[None, :] * out_dim_stride
+    out_mask = (rows < packed_rows)[:, None] & (dv_offs < V_HEAD_DIM)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+def plan(problem: AttentionProblem, out: Tensor, config: LaunchConfig) -> Launch:
+    """The launch that writes `out` [B, H_q, Q, Dv]."""
+    num_tiles = triton.cdiv(problem.packed_rows, config.tile_m)
+    arguments = problem.kernel_arguments() | pointer("out", out, ("batch", "head", "query", "dim"))
+    arguments |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n}
+    grid = (num_tiles * problem.num_kv_heads * problem.batch,)
+    return Launch(prefill_kernel, grid, arguments, config.num_warps, config.num_stages)
+
+
+def prefill(problem: AttentionProblem, out: Tensor) -> None:
+    """Write the attention of `problem` into `out`."""
+
+    def run(config: LaunchConfig) -> None:
+        plan(problem, out, config).run()
+
+    candidates = configs.prefill_candidates(problem, device_limits(problem.q.device))
+    run(autotune.choose(("prefill", *problem.tuning_key()), candidates, run))

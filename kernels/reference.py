@@ -1,0 +1,137 @@
+"""Plain-torch twins of the host wrappers: the truth in tests, and the eager implementation on CPU.
+
+Each takes its wrapper's arguments; `compute_dtype` is the dtype of the arithmetic. No twin reads a tensor back to
+the host except the writes, and none loops over tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .problem import AttentionProblem, attention_problem
+
+
+def attention(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: int,
+    *,
+    scale: float,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Twin of `kernels.attention`."""
+    problem = attention_problem(
+        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask
+    )
+    batch, num_heads, q_len, v_head_dim = problem.out_shape
+    packed = (batch, problem.num_kv_heads, problem.packed_rows)
+    k = _gather(k_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, D]
+    v = _gather(v_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, Dv]
+    rows = q.reshape(*packed, problem.head_dim).to(compute_dtype)  # [B, H_kv, GROUP * Q, D]
+    scores = (rows @ k.mT).mul_(scale).view(batch, num_heads, q_len, kv_len)
+    if problem.has_bias:
+        scores += problem.mask
+    visible = _visible(problem)
+    if visible is not None:
+        scores.masked_fill_(~visible, float("-inf"))
+    weights = scores.softmax(-1).nan_to_num_(0.0)  # a query that sees nothing has no finite score
+    return (weights.view(*packed, kv_len) @ v).view(problem.out_shape).to(q.dtype)
+
+
+def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Twin of `kernels.cache_write`."""
+    batch, _ = checks.table(block_table, seq_lens, checks.arena("arena", arena))
+    checks.write("new", arena, new, batch)
+    _write(((arena, new),), block_table, seq_lens)
+
+
+def cache_write_kv(
+    k_arena: Tensor,
+    v_arena: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """Twin of `kernels.cache_write_kv`."""
+    batch, _ = checks.table(block_table, seq_lens, checks.arena("k_arena", k_arena))
+    checks.arena("v_arena", v_arena)
+    checks.pair(k_arena, v_arena)
+    checks.write("k_new", k_arena, k_new, batch)
+    checks.write("v_new", v_arena, v_new, batch)
+    checks.same("token count", "v_new", v_new.shape[2], "k_new", k_new.shape[2])
+    _write(((k_arena, k_new), (v_arena, v_new)), block_table, seq_lens)
+
+
+def copy_blocks(arena: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+    """Twin of `kernels.copy_blocks`."""
+    checks.copy(checks.arena("arena", arena), src_ids, dst_ids)
+    arena[dst_ids.long()] = arena[src_ids.long()]
+
+
+def gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
+    """Twin of `kernels.gather`; a copy, so there is no `compute_dtype`."""
+    _, width = checks.table(block_table, seq_lens, checks.arena("arena", arena))
+    checks.context_length(kv_len, width, arena.shape[2])
+    return _gather(arena, block_table, seq_lens, kv_len)
+
+
+def _gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
+    block_size = arena.shape[2]
+    starts = kv_len - seq_lens[:, None]  # [B, 1]
+    tokens = torch.arange(kv_len, device=arena.device) - starts  # [B, S]
+    padding = tokens < 0
+    tokens = tokens.clamp_min(0)
+    block_ids = block_table.gather(1, tokens // block_size).long()  # [B, S]
+    dense = arena.transpose(1, 2)[block_ids, tokens % block_size]  # [B, S, H_kv, D]
+    return dense.masked_fill_(padding[..., None, None], 0.0).transpose(1, 2)
+
+
+def _write(pairs: tuple[tuple[Tensor, Tensor], ...], block_table: Tensor, seq_lens: Tensor) -> None:
+    arena, new = pairs[0]
+    num_new, block_size = new.shape[2], arena.shape[2]
+    if num_new == 0:
+        return
+    lens = seq_lens[:, None].long()  # [B, 1]
+    first_new = lens - num_new
+    tail_begin = (lens - 1) // block_size * block_size
+    opens_tail = (lens > 0) & (tail_begin >= first_new)
+    write_end = torch.where(opens_tail, tail_begin + block_size, lens)
+    sources = torch.arange(num_new + block_size - 1, device=arena.device)  # [n + block_size - 1]
+    tokens = first_new + sources
+    written = (tokens >= 0) & (tokens < write_end)
+    columns = (tokens // block_size).clamp(0, block_table.shape[1] - 1)
+    block_ids = block_table.gather(1, columns).long()
+    written &= block_ids != 0
+    batch_ids, source_ids = written.nonzero(as_tuple=True)
+    block_ids, slots = block_ids[written], tokens[written] % block_size
+    for arena, new in pairs:
+        values = new.transpose(1, 2)[batch_ids, source_ids.clamp_max(num_new - 1)]  # [writes, H_kv, D]
+        values.masked_fill_((source_ids >= num_new)[:, None, None], 0.0)
+        arena.transpose(1, 2)[block_ids, slots] = values
+
+
+def _visible(problem: AttentionProblem) -> Tensor | None:
+    """Which keys each query sees, broadcastable to [B, H_q, Q, S]; None where all do."""
+    device, kv_len = problem.q.device, problem.kv_len
+    keys = torch.arange(kv_len, device=device)  # [S]
+    conditions = []
+    if problem.mask is None:
+        conditions.append((keys >= kv_len - problem.seq_lens[:, None])[:, None, None, :])
+    elif not problem.has_bias:
+        conditions.append(problem.mask)
+    if problem.causal_offset is not None:
+        last_keys = torch.arange(problem.q_len, device=device)[:, None] + problem.causal_offset  # [Q, 1]
+        conditions.append(keys <= last_keys)
+        if problem.window is not None:
+            conditions.append(keys > last_keys - problem.window)
+    visible = None
+    for condition in conditions:
+        visible = condition if visible is None else visible & condition
+    return visible

@@ -1,0 +1,36 @@
+"""paged_inductor: virtual memory for KV caches, as a torch.compile backend."""
+
+from torch._dynamo import list_backends, register_backend
+
+from ._config import Config, configure
+from ._errors import (
+    ConfigurationError,
+    IntegrityError,
+    KVBudgetExceeded,
+    MaterializationError,
+    PagedInductorError,
+    PatchError,
+    PoolMismatchError,
+    UnsupportedInputError,
+)
+from .backend import paged_inductor as _backend
+from .tensor import PagedTensor
+
+if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
+    register_backend(_backend, name="paged_inductor")
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigurationError",
+    "IntegrityError",
+    "KVBudgetExceeded",
+    "MaterializationError",
+    "PagedInductorError",
+    "PagedTensor",
+    "PatchError",
+    "PoolMismatchError",
+    "UnsupportedInputError",
+    "configure",
+]

@@ -1,0 +1,128 @@
+"""Process-wide options: `configure(...)` and the `PAGED_INDUCTOR_*` environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ._errors import ConfigurationError
+
+__all__ = ["Config", "config", "configure", "parse_bytes", "require_block_size", "require_choice"]
+
+MATERIALIZE_CHOICES = ("warn", "error", "silent")
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options in force.
+
+    kv_budget: bytes that all arenas of the process may take, or None for half of the memory that is free when
+        the first cache is made (of the device the cache lives on).
+    block_size: tokens in a block of caches made from now on; a power of two from 8 to 256.
+    on_materialize: what to do when an operation has to copy pages into a dense tensor: "warn" once per
+        operation, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time.
+    triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
+    """
+
+    kv_budget: int | None = None
+    block_size: int = 16
+    on_materialize: str = "warn"
+    triton_on_cpu: bool = False
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from an int or a text as "8GiB", "512 MiB", "2GB"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ConfigurationError(
+            f"kv_budget={value!r} is not an amount of memory: give a positive number of bytes, "
+            'a text as "8GiB" or "512MiB", or None for the default share of free memory'
+        )
+    return int(float(match[1]) * unit)
+
+
+def require_block_size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 8 <= value <= 256 or value & (value - 1):
+        raise ConfigurationError(
+            f"block_size={value!r} is not allowed: choose a power of two from 8 to 256 "
+            "(16 wastes the least memory, 128 suits long contexts on GPUs)"
+        )
+    return value
+
+
+def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is not allowed: choose one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def _require_bool(name: str, value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("1", "true", "yes", "0", "false", "no"):
+        raise ConfigurationError(f"{name}={value!r} is not allowed: choose True or False")
+    return text in ("1", "true", "yes")
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "kv_budget": lambda value: None if value is None else parse_bytes(value),
+    "block_size": require_block_size,
+    "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
+    "triton_on_cpu": lambda value: _require_bool("triton_on_cpu", value),
+}
+OPTION_NAMES = tuple(field.name for field in fields(Config))
+
+
+def _from_environment() -> Config:
+    values: dict[str, Any] = {}
+    for name in OPTION_NAMES:
+        text = os.environ.get(f"PAGED_INDUCTOR_{name.upper()}")
+        if text is not None:
+            value: Any = int(text) if text.isdigit() and name in ("kv_budget", "block_size") else text
+            values[name] = _PARSERS[name](value)
+    return Config(**values)
+
+
+_lock = threading.Lock()
+_current: Config | None = None
+
+
+def config() -> Config:
+    """The options in force. The environment is read at the first call."""
+    global _current
+    if _current is None:
+        with _lock:
+            if _current is None:
+                _current = _from_environment()
+    return _current
+
+
+def configure(**options: Any) -> Config:
+    """Change process-wide options; returns all options now in force (see `Config` for names and values).
+
+    Takes effect for caches made from now on. An unknown name or a value outside its range raises
+    `ConfigurationError` and changes nothing.
+    """
+    global _current
+    for name in options:
+        if name not in OPTION_NAMES:
+            raise ConfigurationError(f"unknown option {name!r}: the options are {', '.join(OPTION_NAMES)}")
+    parsed = {name: _PARSERS[name](value) for name, value in options.items()}
+    current = config()
+    with _lock:
+        _current = replace(current, **parsed)
+        return _current
+
+
+def reset_config() -> None:
+    """Forget `configure` calls; the environment is read again."""
+    global _current
+    with _lock:
+        _current = None

@@ -1,0 +1,103 @@
+"""The torch.compile backend: `torch.compile(model, backend="paged_inductor")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule
+
+from ._config import config
+from ._errors import ConfigurationError
+from .inner import INNER_COMPILERS, compile_inner
+from .passes import CacheSite, GraphReport, page_graph
+from .program import PagedProgram, describe, make_dense, plan_groups, site_spec
+from .reports import publish
+from .tensor import PagedTensor
+
+__all__ = ["BackendOptions", "paged_inductor"]
+
+
+class BackendOptions:
+    """Options of the backend, from `torch.compile(..., options={...})`.
+
+    inner: the compiler of the rewritten graph: "inductor" (default), "aot_eager" or "eager".
+    inductor: options for Inductor, as `torch.compile(options=...)` takes them.
+    label: what `KVBudgetExceeded` and `explain()` call this program.
+    """
+
+    NAMES = ("inner", "inductor", "label")
+
+    def __init__(self, options: Mapping[str, Any] | None, mode: str | None) -> None:
+        options = dict(options or {})
+        unknown = sorted(set(options) - set(self.NAMES))
+        if unknown:
+            raise ConfigurationError(f"unknown backend option {unknown[0]!r}: the options are {', '.join(self.NAMES)}")
+        self.inner: str = options.get("inner", "inductor")
+        if self.inner not in INNER_COMPILERS:
+            raise ConfigurationError(
+                f"inner={self.inner!r} is not allowed: choose one of {', '.join(map(repr, INNER_COMPILERS))}"
+            )
+        self.inductor: dict[str, Any] = dict(options.get("inductor") or {})
+        if mode and mode != "default":
+            self.inductor = {**torch._inductor.list_mode_options(mode), **self.inductor}
+        self.label: str = str(options.get("label", "model"))
+
+
+def paged_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo captured, with its KV caches on pages. See `BackendOptions` for `options`.
+
+    Graphs without caches, and graphs that need gradients, are handed to the inner compiler as they are.
+    """
+    settings = BackendOptions(options, mode)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    handles = {n.name: x for n, x in zip(placeholders, example_inputs) if isinstance(x, PagedTensor)}
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
+        return _unpaged(gm, example_inputs, settings, "gradients are needed: not paged, so that they are right")
+    fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
+    if fake_mode is None:
+        return _unpaged(gm, example_inputs, settings, "the graph has no tensor inputs")
+    facts = {name: fact for name, handle in handles.items() if (fact := describe(handle)) is not None}
+    block_size = config().block_size
+
+    def arena_strides(site: CacheSite) -> tuple[int, ...]:
+        return site_spec(site).strides(block_size)
+
+    state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides)
+    if not state.sites:
+        return _unpaged(gm, example_inputs, settings, "no KV cache", report)
+    publish(settings.label, report)
+
+    def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_inner(graph, inputs, settings.inner, settings.inductor)
+
+    plans = plan_groups(gm, state, example_inputs, block_size)
+    return PagedProgram(gm, state, example_inputs, plans, compiler, settings.label)
+
+
+paged_inductor.pages_kv = True  # type: ignore[attr-defined]  # how PagedTensor recognises its own backend
+
+
+def _unpaged(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    settings: BackendOptions,
+    note: str,
+    report: GraphReport | None = None,
+) -> Callable[..., Any]:
+    """The graph as the inner compiler would have compiled it; paged inputs, if any, become dense at each call."""
+    publish(settings.label, replace(report or GraphReport(()), note=note))
+    run = compile_inner(gm, [make_dense(x) for x in example_inputs], settings.inner, settings.inductor)
+    if not any(isinstance(x, PagedTensor) for x in example_inputs):
+        return run
+    return lambda *args: run(*map(make_dense, args))

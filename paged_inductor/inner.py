@@ -1,0 +1,31 @@
+"""The compilers that a rewritten graph can be handed to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+__all__ = ["INNER_COMPILERS", "compile_inner"]
+
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+
+# Block tables are made by the runtime and their entries are inside the arenas by construction (check_integrity proves
+# it), so that a bounds check on every page read would only cost time.
+_INDUCTOR_DEFAULTS: dict[str, Any] = {"assert_indirect_indexing": False}
+
+
+def compile_inner(
+    gm: GraphModule, example_inputs: Sequence[Any], inner: str, inductor: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile `gm` with the inner compiler named `inner`; `inductor` holds Inductor's options."""
+    if inner == "eager":
+        return gm.forward
+    if inner == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(gm, list(example_inputs))
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches={**_INDUCTOR_DEFAULTS, **inductor})

@@ -1,0 +1,11 @@
+"""The operations that rewritten graphs call: `plan_step`, `cache_write`, `attention`, `gather`, `copy_blocks`.
+
+They are plain functions, so that a compiler traces through them. On the CPU they are torch formulas that Inductor
+fuses into loops which read pages in place (`formulas`, `decode`); elsewhere they are the custom operators
+`torch.ops.paged_inductor.*` (`library`), which launch the Triton kernels.
+"""
+
+from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
+from .plan import StepPlan, plan_step
+
+__all__ = ["StepPlan", "attention", "cache_write", "copy_blocks", "execute_copies", "gather", "plan_step"]

@@ -1,0 +1,76 @@
+"""Which implementation serves a call: formulas on the CPU, the custom operators elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import SymInt, Tensor
+
+from .. import kernels
+from ..kernels import reference
+from . import formulas, library
+from .plan import StepPlan
+
+__all__ = ["attention", "cache_write", "copy_blocks", "execute_copies", "gather"]
+
+
+def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
+    """Write new [B, H, n, D] into the last n positions of every row of `plan`. Mutates `arena` only.
+
+    The blocks at those positions must belong to this step alone.
+    """
+    if library.uses_kernels(arena.device):
+        torch.ops.paged_inductor.cache_write(arena, new, plan.block_table, plan.seq_lens)
+    else:
+        formulas.cache_write(arena, new, plan)
+
+
+def attention(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    plan: StepPlan,
+    mask: Tensor | None = None,
+    *,
+    scale: float,
+    causal_offset: int | SymInt | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of q [B, H_q, Q, D] over the pages of each row; returns [B, H_q, Q, Dv] in q's dtype.
+
+    Logical key k (0..kv_len-1) is visible to query i if it is a token of the row (virtual padding is not) and
+    `k <= i + causal_offset` and `k > i + causal_offset - window`, where given. With `mask`, broadcastable to
+    [B, H_q, Q, kv_len] (bool: True is visible; float: added to the scaled scores), the mask alone decides about
+    virtual padding, whose keys and values are zeros. A query that sees nothing gives zeros.
+    """
+    if library.uses_kernels(q.device):
+        return torch.ops.paged_inductor.attention(
+            q, k_arena, v_arena, plan.block_table, plan.seq_lens, plan.kv_len, scale, causal_offset, window, mask
+        )
+    return formulas.gathered_attention(
+        q, k_arena, v_arena, plan, mask, scale=scale, causal_offset=causal_offset, window=window
+    )
+
+
+def gather(arena: Tensor, plan: StepPlan) -> Tensor:
+    """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros."""
+    if library.uses_kernels(arena.device):
+        return torch.ops.paged_inductor.gather(arena, plan.block_table, plan.seq_lens, plan.kv_len)
+    return formulas.gather(arena, plan)
+
+
+def copy_blocks(arena: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """arena[destinations] = arena[sources]; int64 [n], each destination once and no source among them."""
+    implementation = kernels if library.uses_kernels(arena.device) else reference
+    implementation.copy_blocks(arena, sources, destinations)
+
+
+def execute_copies(arenas: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks (source, destination) in every one of `arenas`: the copy in copy-on-write."""
+    if not copies:
+        return
+    sources, destinations = torch.tensor(copies, dtype=torch.int64, device=arenas[0].device).T.contiguous()
+    with torch.no_grad():
+        for arena in arenas:
+            copy_blocks(arena, sources, destinations)

@@ -1,0 +1,103 @@
+"""The operations as plain torch formulas, for the CPU: Inductor fuses each into loops over pages.
+
+Arenas are graph inputs that are written with `index_put_` directly (not through a view): Inductor then writes in
+place. Through a view, functionalisation would copy the whole arena each step.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import SymInt, Tensor
+
+from .plan import StepPlan
+
+__all__ = ["cache_write", "gather", "gathered_attention", "visibility"]
+
+
+def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
+    """Write new [B, H, n, D] to the last n positions of every row of arena [num_blocks, H, block_size, D]."""
+    count = new.shape[2]
+    device = arena.device
+    position = (plan.seq_lens.to(torch.int64) - count)[:, None] + torch.arange(count, device=device)
+    block = plan.block_table.gather(1, position // plan.block_size).to(torch.int64)  # [B, n]
+    offset = position % plan.block_size
+    head = torch.arange(arena.shape[1], device=device)
+    arena.index_put_((block[:, None, :], head[None, :, None], offset[:, None, :]), new.to(arena.dtype))
+
+
+def gather(arena: Tensor, plan: StepPlan) -> Tensor:
+    """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros."""
+    token = _row_tokens(plan)  # [B, S]
+    inside = token.clamp(min=0)
+    block = plan.block_table.gather(1, inside // plan.block_size).to(torch.int64)  # [B, S]
+    dense = arena[block, :, inside % plan.block_size]  # [B, S, H, D]
+    dense = torch.where((token >= 0)[:, :, None, None], dense, torch.zeros((), dtype=arena.dtype, device=arena.device))
+    return dense.transpose(1, 2)
+
+
+def _row_tokens(plan: StepPlan) -> Tensor:
+    """Int64 [B, S]: which token of its row each logical key position is; negative in virtual padding."""
+    position = torch.arange(plan.kv_len, device=plan.seq_lens.device)
+    return position[None, :] - (plan.kv_len - plan.seq_lens.to(torch.int64))[:, None]
+
+
+def visibility(
+    plan: StepPlan,
+    num_queries: int | SymInt,
+    causal_offset: int | SymInt | None,
+    window: int | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """Which keys each query sees, broadcastable to [B, H_q, Q, S]: bool, or an additive float if `mask` is one."""
+    device = plan.seq_lens.device
+    visible = (_row_tokens(plan) >= 0)[:, None, None, :]  # [B, 1, 1, S]
+    if causal_offset is not None:
+        key = torch.arange(plan.kv_len, device=device)
+        last = torch.arange(num_queries, device=device)[:, None] + causal_offset  # [Q, 1]
+        causal = key <= last
+        if window is not None:
+            causal = causal & (key > last - window)
+        visible = causal if mask is not None else visible & causal
+    elif mask is not None:
+        return mask
+    if mask is None:
+        return visible
+    if mask.dtype == torch.bool:
+        return visible & mask
+    return torch.where(visible, mask, float("-inf"))
+
+
+def gathered_attention(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    plan: StepPlan,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    causal_offset: int | SymInt | None,
+    window: int | None,
+) -> Tensor:
+    """Attention for several queries: pages are gathered once and read by all of them.
+
+    q [B, H_q, Q, D] -> [B, H_q, Q, Dv]. The GQA group is packed into the query length: on the CPU, SDPA's own
+    `enable_gqa` runs several times slower in bfloat16.
+    """
+    batch, heads_q, num_queries, _ = q.shape
+    heads_kv = k_arena.shape[1]
+    group = heads_q // heads_kv
+    key, value = gather(k_arena, plan), gather(v_arena, plan)
+    visible = visibility(plan, num_queries, causal_offset, window, mask)
+    if visible.dtype != torch.bool:
+        visible = visible.to(q.dtype)
+    if group == 1:
+        return F.scaled_dot_product_attention(q, key.to(q.dtype), value.to(q.dtype), visible, scale=scale)
+    if visible.shape[-3] == 1:
+        visible = visible.expand(*visible.shape[:-3], group, num_queries, plan.kv_len).flatten(-3, -2).unsqueeze(-3)
+    else:
+        visible = visible.expand(*visible.shape[:-2], num_queries, plan.kv_len)
+        visible = visible.unflatten(-3, (heads_kv, group)).flatten(-3, -2)
+    packed = q.reshape(batch, heads_kv, group * num_queries, q.shape[3])
+    out = F.scaled_dot_product_attention(packed, key.to(q.dtype), value.to(q.dtype), visible, scale=scale)
+    return out.reshape(batch, heads_q, num_queries, value.shape[3])

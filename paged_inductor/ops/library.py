@@ -1,0 +1,90 @@
+"""The custom operators `torch.ops.paged_inductor.*`: schemas, fake versions, and the kernels behind them.
+
+On CUDA, and on CPU tensors under TRITON_INTERPRET=1, they launch the Triton kernels; on the CPU otherwise they run
+the kernels' plain-torch twins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .._config import config
+from ..kernels import reference
+
+__all__ = ["attention", "cache_write", "gather", "uses_kernels"]
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels serve tensors on `device`."""
+    return device.type != "cpu" or config().triton_on_cpu
+
+
+@torch.library.custom_op("paged_inductor::cache_write", mutates_args=("arena",))
+def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Write new [B, H, n, D] to the last n positions of every row; see `kernels.cache_write`."""
+    implementation = kernels if uses_kernels(arena.device) else reference
+    implementation.cache_write(arena, new.to(arena.dtype), block_table, seq_lens)
+
+
+@cache_write.register_fake
+def _(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("paged_inductor::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: int,
+    scale: float,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`."""
+    implementation = kernels if uses_kernels(q.device) else reference
+    return implementation.attention(
+        q,
+        k_arena,
+        v_arena,
+        block_table,
+        seq_lens,
+        kv_len,
+        scale=scale,
+        causal_offset=causal_offset,
+        window=window,
+        mask=mask,
+    )
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: int,
+    scale: float,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty((*q.shape[:3], v_arena.shape[3]))
+
+
+@torch.library.custom_op("paged_inductor::gather", mutates_args=())
+def gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
+    """Dense [B, H, kv_len, D] copy of the rows' pages, zeros at virtual padding; see `kernels.gather`."""
+    implementation = kernels if uses_kernels(arena.device) else reference
+    return implementation.gather(arena, block_table, seq_lens, kv_len)
+
+
+@gather.register_fake
+def _(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
+    return arena.new_empty((block_table.shape[0], arena.shape[1], kv_len, arena.shape[3]))

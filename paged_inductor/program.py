@@ -1,0 +1,203 @@
+"""A compiled graph whose caches live on pages: what runs at every call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule
+
+from . import ops
+from .passes import CacheSite, GraphState, PagedInput
+from .runtime import CacheGroup, SiteSpec, StepViews, View, manager
+from .sizes import size_reader
+from .passes.tensors import same_size
+from .tensor import PagedTensor
+from .tensor.handle import Form, plain
+
+__all__ = ["GroupPlan", "PagedProgram", "describe", "make_dense", "plan_groups", "site_spec"]
+
+
+def describe(handle: PagedTensor) -> PagedInput | None:
+    """What the passes may know of a handle; None if only a dense copy of it will do."""
+    form = handle._form
+    if form is not plain(form.site, form.axes) or form.axes not in ("BHSD", "BSHD"):
+        return None
+    group = handle._view.group
+    spec = group.sites[form.site]
+    strides = spec.strides(group.block_size)
+    cache = id(handle._view)
+    return PagedInput(
+        form.axes, spec.heads, spec.head_dim, spec.dtype, group.block_size, strides, form.site, cache
+    )
+
+
+def make_dense(value: Any) -> Any:
+    return value.dense() if isinstance(value, PagedTensor) else value
+
+
+def site_spec(site: CacheSite) -> SiteSpec:
+    """How a cache born in a graph is stored. On the CPU, the attention formula wants K's blocks transposed."""
+    value = site.node.meta["example_value"]
+    transposed = site.role == "key" and value.device.type == "cpu"
+    return SiteSpec(int(site.size("H")), int(site.size("D")), value.dtype, value.device, transposed)
+
+
+@dataclass
+class GroupPlan:
+    """One cache group of a compiled graph: where its tensors come from, and where its handles go.
+
+    inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: (position in
+    the graph's result, form) of each handle to return. batch, count: rows, and new tokens per row, of a call; equal:
+    counts that were equal to it when the graph was captured, and must be at every call.
+    """
+
+    kind: str
+    group: CacheGroup
+    sites: list[int]
+    inputs: list[tuple[int, Form]]
+    outputs: list[tuple[int, Form]]
+    batch: Callable[[Sequence[Any]], int]
+    count: Callable[[Sequence[Any]], int]
+    equal: list[Callable[[Sequence[Any]], int]]
+
+    def start(self, args: Sequence[Any], label: str) -> StepViews | None:
+        """Make the view that this call fills; None if the call does not fit what was compiled."""
+        count = self.count(args)
+        if any(other(args) != count for other in self.equal):
+            return None
+        if self.kind == "create":
+            return manager().create(self.group, self.batch(args), count, label)
+        view: View = args[self.inputs[0][0]]._view
+        if view.group is not self.group:
+            return None
+        for position, form in self.inputs:
+            handle = args[position]
+            if handle._view is not view or handle._form is not form:
+                return None
+        return StepViews(view, []) if self.kind == "read" else manager().append(view, count)
+
+
+class PagedProgram:
+    """Runs a rewritten graph as one transaction: allocate, copy on write, run, and only then hand out new handles.
+
+    Any exception on the way drops the new views, and with them their blocks; older handles keep their meaning.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        state: GraphState,
+        examples: Sequence[Any],
+        plans: list[GroupPlan],
+        compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+        label: str,
+    ) -> None:
+        """`gm` is the graph as captured, for calls that do not fit; `compiler` compiles the rewritten one."""
+        captured = gm.graph.find_nodes(op="placeholder")
+        paged = {node.name for node in state.inputs}
+        self._dense = gm
+        self._label = label
+        self._plans = plans
+        self._groups = list({id(plan.group): plan.group for plan in plans}.values())
+        self._kept = [i for i, node in enumerate(captured) if node.name not in paged]
+        self._densify = [j for j, i in enumerate(self._kept) if isinstance(examples[i], PagedTensor)]
+        self._dense_outputs = state.dense_outputs
+        self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._warned = False
+        inputs = [make_dense(examples[i]) for i in self._kept]
+        self._run = compiler(state.gm, inputs + [new.node.meta["example_value"] for new in state.new_inputs])
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        steps: list[StepViews] = []
+        for plan in self._plans:
+            step = plan.start(args, self._label)
+            if step is None:
+                return self._run_dense(args)
+            steps.append(step)
+        inputs = [args[i] for i in self._kept]
+        for j in self._densify:
+            inputs[j] = inputs[j].dense()
+        runtime = manager()
+        runtime.begin(self._groups)
+        try:
+            for plan, step in zip(self._plans, steps):
+                arenas = plan.group.arenas
+                ops.execute_copies(arenas, step.copies)
+                schedule = runtime.schedule(step.view)
+                inputs += (schedule.block_table, schedule.seq_lens)
+                inputs += [arenas[site] for site in plan.sites]
+            dense = self._run(*inputs)
+        finally:
+            del inputs
+            runtime.end(self._groups)
+        return self._results(dense, steps)
+
+    def _results(self, dense: Sequence[Any], steps: Sequence[StepViews]) -> tuple[Any, ...]:
+        results: list[Any] = [None] * self._num_outputs
+        for i, value in zip(self._dense_outputs, dense):
+            results[i] = value
+        for plan, step in zip(self._plans, steps):
+            view = step.view
+            for i, form in plan.outputs:
+                results[i] = PagedTensor(view, form)
+        return tuple(results)
+
+    def _run_dense(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The graph as captured, on dense copies: for caches whose layers do not belong together as they did."""
+        manager().counters.dense_fallbacks += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"paged_inductor: a step of {self._label} ran on dense copies, because the layers of the cache it was "
+                "given no longer share one block table (were some cropped or reordered differently?). The tokens are "
+                "right; the step was slower. stats().dense_fallbacks counts such steps.",
+                stacklevel=3,
+            )
+        return self._dense(*map(make_dense, args))
+
+
+def plan_groups(
+    gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int
+) -> list[GroupPlan]:
+    """The runtime side of every cache group that the passes found. `examples`: the arguments of the first call."""
+    captured = gm.graph.find_nodes(op="placeholder")
+    position = {node.name: i for i, node in enumerate(captured)}
+    plans = []
+    for group in state.groups:
+        lead = group.sites[0]
+        inputs = [(position[site.past.name], plain(state.inputs[site.past].site, site.axes)) for site in group.sites if site.past]
+        if group.kind == "create":
+            cache_group = manager().group(tuple(site_spec(site) for site in group.sites), block_size)
+            ordinals = list(range(len(group.sites)))
+        else:
+            cache_group = examples[inputs[0][0]]._view.group
+            ordinals = [form.site for _, form in inputs]
+        counts = [_new_tokens(site) for site in group.sites]
+        plans.append(
+            GroupPlan(
+                group.kind,
+                cache_group,
+                ordinals,
+                inputs,
+                [
+                    (i, plain(ordinal, site.axes))
+                    for site, ordinal in zip(group.sites, ordinals)
+                    for i in (site.outputs if group.kind != "read" else ())
+                ],
+                size_reader(lead.size("B"), captured),
+                size_reader(counts[0], captured),
+                [size_reader(count, captured) for count in counts[1:] if not same_size(count, counts[0])],
+            )
+        )
+    return plans
+
+
+def _new_tokens(site: CacheSite) -> int | SymInt:
+    if site.kind == "create":
+        return site.size("S")
+    return site.new.meta["example_value"].shape[site.axes.index("S")] if site.new is not None else 0

@@ -1,0 +1,220 @@
+"""Cache groups: the arenas behind a block pool, one per cached tensor of the layers whose lengths move together."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .pool import BlockPool
+from .table import Row, check_rows, register, unregister
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+__all__ = ["CacheGroup", "SiteSpec", "View"]
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """What one cached tensor (K or V of one layer) stores per token: `heads * head_dim` elements of `dtype`.
+
+    `transposed` stores a block as [heads, head_dim, block_size] (its logical shape stays
+    [heads, block_size, head_dim]): the order that the CPU attention formula wants for K.
+    """
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * self.head_dim * self.dtype.itemsize
+
+    def strides(self, block_size: int) -> tuple[int, int, int, int]:
+        """Strides of the arena [num_blocks, heads, block_size, head_dim], in elements."""
+        area = block_size * self.head_dim
+        inner = (1, block_size) if self.transposed else (self.head_dim, 1)
+        return (self.heads * area, area, *inner)
+
+    def new_arena(self, num_blocks: int, block_size: int) -> torch.Tensor:
+        """An uninitialised arena, apart from its zero page (block 0)."""
+        size = (num_blocks, self.heads, block_size, self.head_dim)
+        with torch.inference_mode(False), torch.no_grad():  # usable in every mode, whoever made it
+            arena = torch.empty_strided(size, self.strides(block_size), dtype=self.dtype, device=self.device)
+            arena[0] = 0
+        return arena
+
+
+class View:
+    """What a batch of cached tensors means at one moment: `lengths[i]` tokens of `rows[i]`, for every batch row.
+
+    All the layers of a group share one view. Its logical length is the longest row's; shorter rows start later
+    (virtual left padding). The rows' blocks stay allocated for as long as the view lives; the last reference to
+    it gives them back. `schedule` caches the kernels' tensors for this view.
+
+    `aliases` are the views that in-place writes through this one must reach (itself included), `children` the views
+    recently derived from it, and `taken` the sites that have received this view (both kept by `tensor.derive`).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "aliases",
+        "children",
+        "group",
+        "label",
+        "length",
+        "lengths",
+        "rows",
+        "schedule",
+        "taken",
+    )
+
+    def __init__(
+        self, group: CacheGroup, rows: tuple[Row, ...], lengths: tuple[int, ...], label: str, length: int
+    ) -> None:
+        """`rows` at `lengths` must be registered already, under the manager's lock."""
+        self.group = group
+        self.rows = rows
+        self.lengths = lengths
+        self.length = length
+        self.label = label
+        self.schedule: Schedule | None = None
+        self.aliases: weakref.WeakSet[View] | None = None
+        self.children: dict[Hashable, list[weakref.ref[View]]] | None = None
+        self.taken: set[int] | None = None
+        group.views[id(self)] = weakref.ref(self)
+
+    def __del__(self) -> None:
+        self.group.bury(id(self), self.rows, self.lengths)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some row is shorter than the logical length."""
+        return min(self.lengths, default=0) != self.length
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+class CacheGroup:
+    """A block pool and its arenas: block id `b` is slot `b` of every site's arena.
+
+    Not thread-safe by itself: except for `bury`, the caller holds the manager's lock. While `active` steps run,
+    arenas are neither replaced nor moved.
+    """
+
+    def __init__(self, sites: tuple[SiteSpec, ...], block_size: int, on_death: Callable[[], None]) -> None:
+        self.sites = sites
+        self.block_size = block_size
+        self.block_bytes = block_size * sum(site.token_bytes for site in sites)
+        self.pool = BlockPool()
+        self.arenas = [site.new_arena(1, block_size) for site in sites]
+        self.views: dict[int, weakref.ref[View]] = {}
+        self.active = 0
+        self.resizing = False
+        self._graveyard: deque[tuple[int, tuple[Row, ...], tuple[int, ...]]] = deque()
+        self._on_death = on_death
+
+    def bury(self, key: int, rows: tuple[Row, ...], lengths: tuple[int, ...]) -> None:
+        """A view died. Callable from any thread at any moment, also inside the lock: it only enqueues."""
+        self._graveyard.append((key, rows, lengths))
+        self._on_death()
+
+    def drain(self) -> None:
+        """Release what dead views held."""
+        graveyard = self._graveyard
+        while graveyard:
+            key, rows, lengths = graveyard.popleft()
+            ref = self.views.get(key)
+            if ref is not None and ref() is None:
+                del self.views[key]
+            for row, length in zip(rows, lengths):
+                unregister(row, length, self.pool, self.block_size)
+
+    @property
+    def has_dead(self) -> bool:
+        return bool(self._graveyard)
+
+    def live_views(self) -> list[View]:
+        return [view for ref in list(self.views.values()) if (view := ref()) is not None]
+
+    def live_rows(self) -> list[Row]:
+        """Distinct rows of all live views."""
+        return list({id(row): row for view in self.live_views() for row in view.rows}.values())
+
+    def rebind(self, view: View, row: Row, replacement: Row) -> None:
+        """Let `view` see `replacement` wherever it saw `row`."""
+        for length in [seen for r, seen in zip(view.rows, view.lengths) if r is row]:
+            register(replacement, length)
+            unregister(row, length, self.pool, self.block_size)
+        view.rows = tuple(replacement if r is row else r for r in view.rows)
+        view.schedule = None
+
+    def resize(self, num_blocks: int) -> None:
+        """Replace the arenas by ones of `num_blocks` blocks, one site at a time; the pool's ids must fit both.
+
+        Obligation: `active == 0`.
+        """
+        before = list(self.arenas)
+        try:
+            for i, site in enumerate(self.sites):
+                old = self.arenas[i]
+                keep = min(old.shape[0], num_blocks)
+                new = site.new_arena(num_blocks, self.block_size)
+                with torch.inference_mode(False), torch.no_grad():
+                    new[:keep].copy_(old[:keep])
+                self.arenas[i] = new
+                before[i] = new[: old.shape[0]] if num_blocks > old.shape[0] else old
+                del old
+        except BaseException:
+            self.arenas = before  # the same number of blocks as before; what was replaced already stays so
+            raise
+
+    def shrink(self) -> int:
+        """Give back the free blocks at the arenas' end; returns the number of blocks given back."""
+        before = self.pool.capacity
+        after = self.pool.shrink()
+        if after < before:
+            self.resize(after)
+        return before - after
+
+    def reconcile(self) -> None:
+        """Rebuild lengths, reference counts and the free list from the live views.
+
+        For recovery when an asynchronous exception (KeyboardInterrupt) struck between two updates of the books.
+        """
+        views = self.live_views()
+        rows = {id(row): row for view in views for row in view.rows}
+        for row in rows.values():
+            row.live = {}
+        for view in views:
+            for row, length in zip(view.rows, view.lengths):
+                register(row, length)
+        for row in rows.values():
+            row.length = max(row.live)
+            del row.blocks[-(-row.length // self.block_size) :]
+        pool = BlockPool()
+        pool.grow(self.pool.capacity)
+        pool.claim(block for row in rows.values() for block in row.blocks)
+        self.pool = pool
+        self._graveyard.clear()
+        self.views = {id(view): weakref.ref(view) for view in views}
+
+    def check(self) -> list[str]:
+        """Inconsistencies of this group's books, as sentences (empty when sound)."""
+        faults = self.pool.check() + check_rows(self.live_rows(), self.pool, self.block_size)
+        total = self.pool.capacity - 1
+        if self.pool.num_free + self.pool.num_used != total:
+            faults.append(f"{self.pool.num_free} free + {self.pool.num_used} used != {total} blocks in total")
+        for arena in self.arenas:
+            if arena.shape[0] != self.pool.capacity:
+                faults.append(f"an arena has {arena.shape[0]} blocks, the pool {self.pool.capacity}")
+        return faults

@@ -1,0 +1,144 @@
+"""Block tables: rows of blocks, and views onto them, in plain Python.
+
+A `Row` is one sequence's append-only block table. A `View` is what a batch of cached tensors means at one moment:
+for each batch row a `Row` and a number of visible tokens. Views are cheap (O(rows)); forks, crops, merges and
+reorders only make new views. Tokens are written once and shared by every view that sees them.
+
+Invariants (proved by `check_rows`):
+- a row's blocks hold exactly the tokens of the longest live view of it: `len(blocks) == ceil(length / block_size)`;
+- a block that is only partly filled belongs to one row; full blocks may be shared by many rows;
+- tokens visible through a view are not overwritten by appends through another view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .pool import BlockPool
+
+__all__ = ["Row", "append_rows", "check_rows", "fork_row", "register", "unregister"]
+
+
+class Row:
+    """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
+
+    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens.
+    """
+
+    __slots__ = ("blocks", "length", "live")
+
+    def __init__(self, blocks: list[int], length: int) -> None:
+        self.blocks = blocks
+        self.length = length
+        self.live: dict[int, int] = {}
+
+
+def register(row: Row, length: int) -> None:
+    """Record that one more view position sees `length` tokens of `row`."""
+    live = row.live
+    live[length] = live.get(length, 0) + 1
+
+
+def unregister(row: Row, length: int, pool: BlockPool, block_size: int) -> None:
+    """Undo `register`; when the longest view of the row dies, the blocks beyond the next longest are released."""
+    live = row.live
+    count = live[length] - 1
+    if count:
+        live[length] = count
+        return
+    del live[length]
+    if length == row.length:
+        row.length = longest = max(live) if live else 0
+        keep = -(-longest // block_size)
+        blocks = row.blocks
+        while len(blocks) > keep:
+            pool.release(blocks.pop())
+
+
+def fork_row(
+    row: Row, length: int, pool: BlockPool, block_size: int, copies: list[tuple[int, int]], touched: int
+) -> Row:
+    """A new row with the first `length` tokens of `row`, ready to be written from token `touched` on.
+
+    Blocks wholly before token `touched` are shared; the rest (up to `length`) is allocated anew and appended to
+    `copies` as (source, destination), which the caller executes before anything is written. The new row is not
+    registered. On `OutOfBlocks` nothing stays allocated.
+    """
+    shared = min(touched, length) // block_size
+    total = -(-length // block_size)
+    blocks = row.blocks[:shared]
+    fresh: list[int] = []
+    try:
+        for _ in range(total - shared):
+            fresh.append(pool.allocate())
+    except BaseException:
+        for block in fresh:
+            pool.release(block)
+        raise
+    for block in blocks:
+        pool.retain(block)
+    copies.extend(zip(row.blocks[shared:total], fresh))
+    return Row(blocks + fresh, length)
+
+
+def append_rows(
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    count: int,
+    pool: BlockPool,
+    block_size: int,
+    copies: list[tuple[int, int]],
+    on_block: Callable[[tuple[int, int, int]], object],
+) -> tuple[tuple[Row, ...], tuple[int, ...]]:
+    """Make room for `count` more tokens behind `lengths[i]` tokens of `rows[i]`, and register the longer lengths.
+
+    A row is extended in place when its view is the newest (no live view sees more); otherwise it is forked, and
+    only its partly filled tail block is copied. `on_block((i, j, block))` is called for every table entry `j` of
+    batch position `i` that differs from the old view's. All or nothing: on `OutOfBlocks` everything is undone.
+    """
+    new_rows: list[Row] = []
+    new_lengths: list[int] = []
+    try:
+        for i, row in enumerate(rows):
+            old = lengths[i]
+            new = old + count
+            if row.length != old:
+                row = fork_row(row, old, pool, block_size, copies, touched=old)
+                if old % block_size:
+                    on_block((i, old // block_size, row.blocks[-1]))
+            blocks = row.blocks
+            row.length = new
+            live = row.live
+            live[new] = live.get(new, 0) + 1
+            new_rows.append(row)
+            new_lengths.append(new)
+            while len(blocks) * block_size < new:
+                blocks.append(pool.allocate())
+                on_block((i, len(blocks) - 1, blocks[-1]))
+    except BaseException:
+        for row, length in zip(new_rows, new_lengths):
+            unregister(row, length, pool, block_size)
+        raise
+    return tuple(new_rows), tuple(new_lengths)
+
+
+def check_rows(rows: Sequence[Row], pool: BlockPool, block_size: int) -> list[str]:
+    """Inconsistencies between the rows that are alive and the pool, as sentences (empty when sound)."""
+    faults = []
+    owners: dict[int, int] = {}
+    for row in rows:
+        longest = max(row.live, default=0)
+        if row.length != longest:
+            faults.append(f"a row of {row.length} tokens is seen up to token {longest}")
+        if len(row.blocks) != -(-row.length // block_size):
+            faults.append(f"a row of {row.length} tokens has {len(row.blocks)} blocks of {block_size}")
+        for j, block in enumerate(row.blocks):
+            owners[block] = owners.get(block, 0) + 1
+            if (j + 1) * block_size > row.length and pool.refcount(block) != 1:
+                faults.append(f"the partly filled block {block} has {pool.refcount(block)} owners, not 1")
+    for block, count in owners.items():
+        if pool.refcount(block) != count:
+            faults.append(f"block {block} is in {count} row(s) but has {pool.refcount(block)} owners")
+    if len(owners) != pool.num_used:
+        faults.append(f"{pool.num_used} blocks are used, but live rows hold {len(owners)}")
+    return faults

@@ -1,0 +1,11 @@
+"""PagedTensor and what eager operations mean on it.
+
+`handle` (the class and the table of meanings) <- `derive` (new views: forks, crops, selections, merges)
+<- `structure` (operations on shapes, rows and lengths), `materialize` (dense copies), `inplace` (writes),
+`attend` (SDPA), `append` (cat).
+"""
+
+from . import append, attend, inplace, materialize, structure
+from .handle import PagedTensor
+
+__all__ = ["PagedTensor", "append", "attend", "inplace", "materialize", "structure"]

@@ -1,0 +1,172 @@
+"""PagedTensor: a torch.Tensor whose tokens live in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import PagedInductorError
+from ..runtime import View
+
+__all__ = ["HANDLERS", "Form", "PagedTensor", "Step", "handles", "plain"]
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
+"""A view operation put off: the operation, its arguments behind the tensor, and which of its results is meant."""
+
+
+class Form(NamedTuple):
+    """How a handle shows its view.
+
+    site: which of the cache group's arenas holds the values. axes: the dimensions' names: B, H, S, D, and R (a
+    broadcast dimension, `repeats` long) or h (heads, each repeated `repeats` times). steps: view operations on top
+    that were not carried out.
+    """
+
+    site: int
+    axes: str = "BHSD"
+    repeats: int = 1
+    steps: tuple[Step, ...] = ()
+
+
+@cache
+def plain(site: int, axes: str = "BHSD") -> Form:
+    """The form of a cache as models keep it. One object per value: programs compare forms by identity."""
+    return Form(site, axes)
+
+
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What an operator means on handles: `HANDLERS[op](op, *args, **kwargs)`; the fallback is `HANDLERS[None]`."""
+
+
+def handles(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: this function is what the operators mean on PagedTensors."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for operator in operators:
+            HANDLERS[operator] = function
+        return function
+
+    return register
+
+
+@cache
+def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The zero-element tensor that Dynamo sees inside every handle of this type."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class PagedTensor(Tensor):
+    """A handle onto pages, with the logical shape that the program expects, such as [B, H, S, D].
+
+    It carries a view (the batch's block tables and lengths) and a form (which site's values, and the order of its
+    dimensions); it has no storage of its own. What reads a handle in any other way than a cache is used gets a dense
+    copy. Made by compiled graphs and by operations on other handles; users do not construct it.
+    """
+
+    _view: View
+    _form: Form
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, view: View, form: Form) -> PagedTensor:
+        spec = view.group.sites[form.site]
+        if form.axes == "BHSD":  # nearly all handles: the fast way
+            size: tuple[int, ...] = (len(view.rows), spec.heads, view.length, spec.head_dim)
+        else:
+            size = axes_size(view, form)
+        for step in form.steps:
+            size = tuple(apply_step(torch.empty(size, device="meta"), step).shape)
+        self = Tensor._make_wrapper_subclass(cls, size, dtype=spec.dtype, device=spec.device)
+        self._view = view
+        self._form = form
+        return self
+
+    # -- torch.compile ---------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_stand_in"], None
+
+    @property
+    def _stand_in(self) -> Tensor:
+        return _stand_in(self.dtype, self.device)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, outer_size: Any, outer_stride: Any) -> Tensor:
+        """While Dynamo traces, a handle is a plain fake tensor of its logical shape; guards see type and shape."""
+        _require_own_backend()
+        return inner["_stand_in"].new_empty_strided(outer_size, outer_stride)
+
+    # -- eager -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = HANDLERS.get(func) or HANDLERS[None]  # type: ignore[index]
+        return handler(func, *args, **(kwargs or {}))
+
+    def dense(self) -> Tensor:
+        """A dense copy of the values (counted as a materialisation)."""
+        return torch.ops.aten._to_copy.default(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        shape = ", ".join(map(str, self.shape))
+        blocks = len({block for row in self._view.rows for block in row.blocks})
+        return f"PagedTensor(shape=[{shape}], dtype={self.dtype}, device={self.device}, blocks={blocks},\n{self.dense()})"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dense().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.dense().__array__(dtype) if dtype is not None else self.dense().__array__()
+
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
+        """A copy-on-write fork: the copy shares the pages until one of the two is written to."""
+        copy = memo[id(self)] = self.clone()
+        return copy  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved and pickled as the dense tensor: pages mean nothing in another process."""
+        return self.dense().__reduce_ex__(protocol)
+
+
+def axes_size(view: View, form: Form) -> tuple[int, ...]:
+    """Sizes of a form's dimensions, before its steps."""
+    spec = view.group.sites[form.site]
+    sizes = {
+        "B": len(view.rows),
+        "H": spec.heads,
+        "S": view.length,
+        "D": spec.head_dim,
+        "R": form.repeats,
+        "h": spec.heads * form.repeats,
+    }
+    return tuple(sizes[axis] for axis in form.axes)
+
+
+def apply_step(value: Tensor, step: Step) -> Tensor:
+    """Carry out a view operation that was put off."""
+    func, args, kwargs, item = step
+    result = func(value, *args, **kwargs)
+    return result if item is None else result[item]
+
+
+def _require_own_backend() -> None:
+    """Another backend would read a handle's storage, and it has none: refuse while its graph is being traced."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    compiler = getattr(translator.output, "compiler_fn", None)
+    while compiler is not None and not getattr(compiler, "pages_kv", False):
+        compiler = getattr(compiler, "compiler_fn", None) or getattr(compiler, "_torchdynamo_orig_backend", None)
+    if compiler is None:
+        raise PagedInductorError(
+            "a PagedTensor was passed to a function compiled with another torch.compile backend: compile it with "
+            'backend="paged_inductor", or pass cache.dense() instead'
+        )

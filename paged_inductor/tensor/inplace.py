@@ -1,0 +1,185 @@
+"""In-place writes: into the pages, copied first where anyone else sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .. import ops
+from .._errors import UnsupportedInputError
+from ..runtime import View, manager
+from .handle import PagedTensor, apply_step, handles
+from .materialize import copy_out, dense_copy, step_plan
+
+__all__ = ["write_back"]
+
+aten = torch.ops.aten
+
+
+def write_back(func: Any, mutated: Sequence[PagedTensor], args: Any, kwargs: Any) -> Any:
+    """Carry out an in-place operator on a dense copy, and write the result into the pages."""
+    handle = mutated[0]
+    if len(mutated) != 1 or (args and args[0] is not handle and kwargs.get("out") is not handle):
+        raise UnsupportedInputError(
+            f"{func} writes to {len(mutated)} PagedTensors at once, which is not supported: "
+            "write to one at a time, or to dense copies from tensor.dense()"
+        )
+    _require_writable(handle, func)
+    name = str(func)
+    base = _base(handle)
+    whole = dense_copy(base, name)
+    target = whole
+    for step in handle._form.steps:
+        target = apply_step(target, step)
+
+    def substitute(value: PagedTensor) -> Tensor:
+        return target if value is handle else dense_copy(value, name)
+
+    dense_args, dense_kwargs = tree_map_only(PagedTensor, substitute, (args, kwargs))
+    func(*dense_args, **dense_kwargs)
+    write_tokens(base, 0, whole)
+    return handle
+
+
+def _base(handle: PagedTensor) -> PagedTensor:
+    return PagedTensor(handle._view, handle._form._replace(steps=())) if handle._form.steps else handle
+
+
+def _require_writable(handle: PagedTensor, func: Any) -> None:
+    if "R" in handle._form.axes or "h" in handle._form.axes or len(set(map(id, handle._view.rows))) < len(
+        handle._view.rows
+    ):
+        raise UnsupportedInputError(
+            f"{func} would write to an expanded PagedTensor of shape {list(handle.shape)}, where several elements "
+            "share one place: write to handle.clone() or to the tensor that was expanded"
+        )
+
+
+def write_tokens(handle: PagedTensor, first: int, values: Tensor) -> None:
+    """Overwrite logical positions `first ..` of a handle (without steps) by `values`, laid out as the handle.
+
+    Positions in a row's virtual padding have no memory: values for them are dropped.
+    """
+    view, form = handle._view, handle._form
+    values = values.permute([form.axes.index(axis) for axis in "BHSD"])
+    count = values.shape[2]
+    if count == 0 or not view.rows:
+        return
+    own_pages(view, first, first + count)
+    group = view.group
+    arena = group.arenas
+    with torch.no_grad(), manager().using(group):
+        plan = step_plan(view, count)
+        if not view.ragged:
+            lens = torch.full_like(plan.seq_lens, first + count)
+            ops.cache_write(arena[form.site], values, plan._replace(seq_lens=lens))
+            return
+        for i, seen in enumerate(view.lengths):
+            pad = view.length - seen
+            skip = max(0, pad - first)
+            if skip >= count:
+                continue
+            lens = plan.seq_lens.new_full((1,), first + count - pad)
+            row_plan = plan._replace(block_table=plan.block_table[i : i + 1], seq_lens=lens, new_tokens=count - skip)
+            ops.cache_write(arena[form.site], values[i : i + 1, :, skip:], row_plan)
+
+
+def own_pages(view: View, first: int, stop: int) -> None:
+    """Make the blocks of logical positions `first .. stop-1` private to `view` and its aliases."""
+    family = list(view.aliases) if view.aliases else [view]
+    for row, seen in list({id(row): (row, seen) for row, seen in zip(view.rows, view.lengths)}.values()):
+        pad = view.length - seen
+        begin, end = max(0, first - pad), max(0, stop - pad)
+        if begin < end:
+            copies = manager().unshare(family, row, begin, end)
+            with manager().using(view.group):
+                ops.execute_copies(view.group.arenas, copies)
+    for member in family:
+        member.children = None  # what was derived before shows the old values
+
+
+@handles(aten.zero_.default)
+def zero_(func: Any, handle: PagedTensor) -> Any:
+    return fill_(aten.fill_.Scalar, handle, 0)
+
+
+@handles(aten.fill_.Scalar)
+def fill_(func: Any, handle: PagedTensor, value: Any) -> Any:
+    _require_writable(handle, func)
+    shape = _base(handle).shape
+    if handle._form.steps:
+        return write_back(func, [handle], (handle, value), {})
+    write_tokens(handle, 0, torch.full((), value, dtype=handle.dtype, device=handle.device).expand(shape))
+    return handle
+
+
+@handles(aten.copy_.default)
+def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """Into a whole cache, or into a range of its sequence."""
+    if isinstance(source, PagedTensor):
+        source = dense_copy(source, str(func))
+    if not isinstance(target, PagedTensor):
+        return target.copy_(source, non_blocking)
+    _require_writable(target, func)
+    span = _sequence_range(target)
+    if span is None:
+        return write_back(func, [target], (target, source, non_blocking), {})
+    values = source.to(device=target.device, dtype=target.dtype).expand(target.shape)
+    write_tokens(_base(target), span[0], values)
+    return target
+
+
+def _sequence_range(handle: PagedTensor) -> tuple[int, int] | None:
+    """(first, stop) if a handle shows a range of its base's sequence, else None."""
+    form = handle._form
+    first, stop = 0, handle._view.length
+    for func, args, kwargs, item in form.steps:
+        if func is not aten.slice.Tensor or kwargs or item is not None or not args:
+            return None
+        dim, start, end, stride = (*args, *(0, None, None, 1)[len(args) :])
+        if form.axes[dim] != "S" or stride != 1:
+            return None
+        begin, limit, _ = slice(start, end).indices(stop - first)
+        first, stop = first + begin, first + max(begin, limit)
+    return first, stop
+
+
+@handles(aten.index_copy_.default)
+def index_copy_(func: Any, handle: PagedTensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    if handle._form.steps or handle._form.axes[dim] != "S" or isinstance(source, PagedTensor):
+        return write_back(func, [handle], (handle, dim, index, source), {})
+    _require_writable(handle, func)
+    return _scatter(handle, dim, index.reshape(-1).tolist(), source)
+
+
+@handles(aten.index_put_.default, aten._index_put_impl_.default)
+def index_put_(func: Any, handle: PagedTensor, indices: Any, values: Tensor, accumulate: bool = False, *rest: Any) -> Any:
+    """`cache[:, :, positions] = values`."""
+    given = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    simple = len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool
+    form = handle._form
+    if accumulate or form.steps or not simple or form.axes[given[0][0]] != "S" or isinstance(values, PagedTensor):
+        return write_back(func, [handle], (handle, indices, values, accumulate, *rest), {})
+    _require_writable(handle, func)
+    dim, index = given[0]
+    shape = [*handle.shape]
+    shape[dim] = index.numel()
+    return _scatter(handle, dim, index.tolist(), values.expand(shape))
+
+
+def _scatter(handle: PagedTensor, dim: int, positions: list[int], values: Tensor) -> PagedTensor:
+    size = handle.shape[dim]
+    for position in positions:
+        if not -size <= position < size:
+            raise IndexError(f"position {position} is out of range for a cache of {size} tokens")
+    positions = [position % size for position in positions]
+    start = 0
+    for i in range(1, len(positions) + 1):  # runs of consecutive positions are one write each
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            write_tokens(handle, positions[start], values.narrow(dim, start, i - start))
+            start = i
+    return handle

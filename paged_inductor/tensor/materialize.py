@@ -1,0 +1,120 @@
+"""Dense copies of handles, and the fallback for operations that have no paged meaning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .. import ops
+from .._config import config
+from .._errors import MaterializationError
+from ..runtime import View, manager
+from .handle import HANDLERS, Form, PagedTensor, Step, apply_step, handles, plain
+
+__all__ = ["dense_copy", "step_plan", "views_of"]
+
+aten = torch.ops.aten
+
+
+def step_plan(view: View, new_tokens: int = 0) -> ops.StepPlan:
+    """The plan of an operation on `view` whose last `new_tokens` tokens are to be written."""
+    schedule = manager().schedule(view)
+    return ops.plan_step(schedule.block_table, schedule.seq_lens, view.length, new_tokens, view.group.block_size)
+
+
+def copy_out(view: View, form: Form) -> Tensor:
+    """The values of a handle as a dense tensor of its shape (uncounted; a fresh tensor unless a step aliases it)."""
+    with torch.no_grad(), manager().using(view.group):
+        value = ops.gather(view.group.arenas[form.site], step_plan(view))
+    axes = form.axes
+    if "R" in axes or "h" in axes:
+        value = value.unsqueeze(2).expand(-1, -1, form.repeats, -1, -1)  # B H R S D
+        if "h" in axes:
+            value = value.flatten(1, 2)
+    order = "BHRSD" if "R" in axes else "BhSD" if "h" in axes else "BHSD"
+    value = value.permute([order.index(axis) for axis in axes]).contiguous()
+    for step in form.steps:
+        value = apply_step(value, step)
+    return value
+
+
+def dense_copy(handle: PagedTensor, name: str) -> Tensor:
+    """The values of a handle, copied for the operation `name`: counted, and reported as `on_materialize` says."""
+    policy = config().on_materialize
+    if policy == "error":
+        raise MaterializationError(
+            f"{name} on a PagedTensor of shape {list(handle.shape)} needs a dense copy of its pages, which "
+            'on_materialize="error" forbids: avoid the operation, or configure(on_materialize="warn")'
+        )
+    if manager().count_materialization(name) == 1 and policy == "warn":
+        warnings.warn(
+            f"paged_inductor: {name} copied a cache of shape {list(handle.shape)} into a dense tensor. This is correct "
+            "but costs memory and time; it is said once per operation and counted in stats().materializations.",
+            stacklevel=4,
+        )
+    return copy_out(handle._view, handle._form)
+
+
+def views_of(func: Any) -> bool:
+    """Whether an operator's results are views of its first argument."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def lazy_view(func: Any, handle: PagedTensor, *args: Any, **kwargs: Any) -> Any:
+    """A view operation with no paged form is put off, so that writes through its result still reach the pages."""
+    stand_in = torch.empty(handle.shape, device="meta")
+    result = func(stand_in, *args, **kwargs)
+    form = handle._form
+
+    def extended(item: int | None) -> PagedTensor:
+        step: Step = (func, args, kwargs, item)
+        return PagedTensor(handle._view, form._replace(steps=(*form.steps, step)))
+
+    return extended(None) if isinstance(result, Tensor) else [extended(i) for i in range(len(result))]
+
+
+def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any operator without a meaning of its own: put off if it makes a view, written back if it writes in place,
+    else carried out on dense copies."""
+    if args and isinstance(args[0], PagedTensor) and views_of(func):
+        return lazy_view(func, *args, **kwargs)
+    mutated = _mutated(func, args, kwargs)
+    if mutated:
+        from .inplace import write_back
+
+        return write_back(func, mutated, args, kwargs)
+    name = str(func)
+    flat_args, flat_kwargs = tree_map_only(PagedTensor, lambda h: dense_copy(h, name), (args, kwargs))
+    return func(*flat_args, **flat_kwargs)
+
+
+HANDLERS[None] = fallback  # type: ignore[index]
+
+
+def _mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
+    """The handles that an operator writes to."""
+    found: list[PagedTensor] = []
+    arguments = func._schema.arguments
+    for argument, value in zip(arguments, args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, PagedTensor)]
+    for argument in arguments:
+        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+            found += [leaf for leaf in tree_flatten(kwargs[argument.name])[0] if isinstance(leaf, PagedTensor)]
+    return found
+
+
+@handles(aten._to_copy.default)
+def to_copy(func: Any, handle: PagedTensor, **kwargs: Any) -> Any:
+    """`.to(...)`, `.float()`, `.dense()`: always a dense tensor."""
+    value = dense_copy(handle, "dense copy")
+    return func(value, **kwargs) if kwargs else value
+
+
+assert plain  # re-exported for the modules beside this one

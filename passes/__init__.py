@@ -1,0 +1,63 @@
+"""The FX passes: find KV caches and attention in a captured graph, prove masks, rewrite to paged operations.
+
+They are imported as `paged_inductor.passes`, and know neither the runtime nor a backend.
+"""
+
+from __future__ import annotations
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from .attention import LinkAttention, MatchAttention, ProveMasks
+from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, PagedInput, Pass, PassResult
+from .caches import GroupCaches, MatchAppends, MatchCreates
+from .clone import clone
+from .lint import Lint
+from .report import GraphReport, SiteReport, report
+from .rewrite import ArenaStrides, Rewrite
+
+__all__ = [
+    "AttentionSite",
+    "CacheGroupSites",
+    "CacheSite",
+    "GraphReport",
+    "GraphState",
+    "NewInput",
+    "PagedInput",
+    "PassResult",
+    "SiteReport",
+    "page_graph",
+]
+
+
+def pipeline(fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides) -> list[Pass]:
+    """The passes in order."""
+    return [
+        MatchAppends(),
+        MatchAttention(),
+        MatchCreates(),
+        GroupCaches(),
+        LinkAttention(),
+        ProveMasks(),
+        Rewrite(fake_mode, block_size, arena_strides),
+        Lint(),
+    ]
+
+
+def page_graph(
+    gm: GraphModule,
+    inputs: dict[str, PagedInput],
+    fake_mode: FakeTensorMode,
+    block_size: int,
+    arena_strides: ArenaStrides,
+) -> tuple[GraphState, GraphReport]:
+    """A rewritten copy of `gm` (which stays as it is), and the report of what was found.
+
+    `inputs` names the placeholders that receive paged tensors. Graphs without caches come back unchanged.
+    """
+    copy = clone(gm)
+    copy.graph.eliminate_dead_code()  # Dynamo leaves size queries behind that would pass for readers of the caches
+    state = GraphState(copy, {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs})
+    for step in pipeline(fake_mode, block_size, arena_strides):
+        step(state)
+    return state, report(state)

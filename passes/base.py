@@ -1,0 +1,152 @@
+"""The contract of a pass, and the state that passes hand on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import SymInt
+from torch.fx import GraphModule, Node
+
+from .masks import MaskSpec
+
+__all__ = ["AttentionSite", "CacheGroupSites", "CacheSite", "GraphState", "PagedInput", "Pass", "PassResult"]
+
+log = logging.getLogger("paged_inductor.passes")
+
+
+@dataclass(frozen=True)
+class PagedInput:
+    """What is known of a graph input that is a paged tensor.
+
+    axes: order of its dimensions, as "BHSD". site: its position among the tensors of its cache group. cache: names
+    the batch it belongs to; inputs with equal `cache` have equal rows and lengths.
+    """
+
+    axes: str
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    strides: tuple[int, ...]
+    site: int
+    cache: object
+
+
+@dataclass
+class CacheSite:
+    """A K or V cache of the graph.
+
+    kind: "append" (paged input, new tokens are joined to it), "create" (a dense tensor born here that the program
+        keeps), or "read" (paged input that is read without being extended).
+    node: the tensor that holds old and new tokens; past: the paged input; new: the new tokens, laid out as `axes`.
+    role: "key", "value" or "" when no attention of this graph reads it. outputs: positions among graph outputs.
+    """
+
+    kind: str
+    node: Node
+    axes: str
+    form: str
+    past: Node | None = None
+    new: Node | None = None
+    role: str = ""
+    outputs: list[int] = field(default_factory=list)
+    dense: bool = False  # something still reads a dense copy, and `reason` says what
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return (self.past or self.node).name
+
+    def size(self, axis: str) -> int | SymInt:
+        return self.node.meta["example_value"].shape[self.axes.index(axis)]
+
+
+@dataclass
+class CacheGroupSites:
+    """Cache sites whose lengths move together: one block table serves them all."""
+
+    kind: str
+    sites: list[CacheSite]
+
+
+@dataclass
+class AttentionSite:
+    """An attention of the graph. `paged` once it is certain to read pages; else `reason` says why not.
+
+    `key` and `value` are the cache sites it reads, if they are; `scale` is None for the default 1/sqrt(D).
+    """
+
+    node: Node
+    query: Node
+    key: CacheSite | None = None
+    value: CacheSite | None = None
+    candidates: tuple[tuple[Node, str], tuple[Node, str]] | None = None  # dense K and V the graph returns, and axes
+    scale: float | None = None
+    is_causal: bool = False
+    mask_node: Node | None = None
+    mask: MaskSpec | None = None
+    paged: bool = False
+    reason: str = ""
+
+
+@dataclass
+class GraphState:
+    """A graph on its way through the pipeline."""
+
+    gm: GraphModule
+    inputs: dict[Node, PagedInput]
+    sites: list[CacheSite] = field(default_factory=list)
+    groups: list[CacheGroupSites] = field(default_factory=list)
+    attentions: list[AttentionSite] = field(default_factory=list)
+    new_inputs: list[NewInput] = field(default_factory=list)
+    dense_outputs: list[int] = field(default_factory=list)
+    history: list[PassResult] = field(default_factory=list)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return self.gm.graph.find_nodes(op="placeholder")
+
+    @property
+    def outputs(self) -> tuple[object, ...]:
+        return tuple(self.gm.graph.output_node().args[0])
+
+    def site_of(self, node: Node) -> CacheSite | None:
+        return next((site for site in self.sites if site.node is node), None)
+
+
+@dataclass(frozen=True)
+class NewInput:
+    """A placeholder that the rewrite added. kind: "table", "lens" or "arena" of group `group` (and its `site`)."""
+
+    kind: str
+    group: int
+    site: int
+    node: Node
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """name of the pass, how many places it matched or changed, seconds it took."""
+
+    name: str
+    matches: int
+    seconds: float
+
+
+class Pass(ABC):
+    """One step of the pipeline. A pass knows no backend; its author writes `apply`."""
+
+    def __call__(self, state: GraphState) -> None:
+        start = time.perf_counter()
+        matches = self.apply(state)
+        result = PassResult(type(self).__name__, matches, time.perf_counter() - start)
+        state.history.append(result)
+        log.debug("%s: %d matches in %.4f s", result.name, matches, result.seconds)
+
+    @abstractmethod
+    def apply(self, state: GraphState) -> int:
+        """Do the pass's work on `state`; returns the number of matches."""

@@ -1,0 +1,132 @@
+"""Match caches: K and V tensors that a program keeps and joins new tokens to."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from .base import CacheGroupSites, CacheSite, GraphState, Pass
+from .tensors import argument, hint, is_call, is_tensor, shape
+
+__all__ = ["GroupCaches", "MatchAppends", "MatchCreates", "joined"]
+
+
+def joined(node: Node) -> tuple[list[Node], int] | None:
+    """The parts and the (non-negative) dimension of a concatenation of tensors, or None."""
+    if not is_call(node, (torch.cat, torch.concat, torch.concatenate)) or not is_tensor(node):
+        return None
+    parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
+    if not isinstance(parts, (list, tuple)) or not all(is_tensor(part) for part in parts) or not isinstance(dim, int):
+        return None
+    return list(parts), dim % len(shape(node))
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether a part of a concatenation is an empty 1-D tensor, which `torch.cat` skips whatever its shape."""
+    return tuple(shape(node)) == (0,)
+
+
+class MatchAppends(Pass):
+    """Paged inputs, and the concatenations that extend them along the sequence."""
+
+    def apply(self, state: GraphState) -> int:
+        found = 0
+        for past, facts in state.inputs.items():
+            for user in past.users:
+                parts = joined(user)
+                if parts is None or parts[0][0] is not past or facts.axes[parts[1]] != "S":
+                    continue
+                rest = parts[0][1:]
+                if past in rest or not rest:
+                    continue
+                new = rest[0] if len(rest) == 1 else self._join(state, user, rest, parts[1])
+                site = CacheSite("append", user, facts.axes, "cat", past=past, new=new)
+                state.sites.append(site)
+                found += 1
+            appended = {site.node for site in state.sites if site.past is past}
+            others = [user for user in past.users if user not in appended]
+            if others or not appended:
+                state.sites.append(CacheSite("read", past, facts.axes, "input", past=past))
+        return found
+
+    @staticmethod
+    def _join(state: GraphState, user: Node, rest: list[Node], dim: int) -> Node:
+        with state.gm.graph.inserting_before(user):
+            new = state.gm.graph.call_function(torch.cat, (rest, dim))
+        new.meta["example_value"] = torch.cat([part.meta["example_value"] for part in rest], dim)
+        return new
+
+
+class MatchCreates(Pass):
+    """Dense K and V tensors that the program keeps: returned by the graph, and either read by an attention of
+    this graph whose K and V are both returned, or made by joining tokens to an empty or a dense cache."""
+
+    def apply(self, state: GraphState) -> int:
+        positions: dict[Node, list[int]] = {}
+        for i, output in enumerate(state.outputs):
+            if is_tensor(output) and state.site_of(output) is None:  # type: ignore[arg-type]
+                positions.setdefault(output, []).append(i)  # type: ignore[arg-type]
+        for site in state.sites:
+            site.outputs = [i for i, output in enumerate(state.outputs) if output is site.node]
+        axes = self._kept_by_attention(state, positions)
+        for node in positions:
+            if node not in axes and (layout := self._kept_by_join(state, node)):
+                axes[node] = layout
+        for node, (layout, role, form) in axes.items():
+            state.sites.append(CacheSite("create", node, layout, form, role=role, outputs=positions[node]))
+        return len(axes)
+
+    def _kept_by_attention(
+        self, state: GraphState, positions: dict[Node, list[int]]
+    ) -> dict[Node, tuple[str, str, str]]:
+        kept: dict[Node, tuple[str, str, str]] = {}
+        for attention in state.attentions:
+            pair = attention.candidates
+            if pair is None or not all(node in positions and node.op != "placeholder" for node, _ in pair):
+                continue
+            for (node, axes), role in zip(pair, ("key", "value")):
+                if _storable(node, axes):
+                    kept[node] = (axes, role, "cat" if joined(node) else "returned")
+        return kept
+
+    def _kept_by_join(self, state: GraphState, node: Node) -> tuple[str, str, str] | None:
+        parts = joined(node)
+        if parts is None or len(shape(node)) != 4 or parts[1] not in (1, 2):
+            return None
+        axes = "BHSD" if parts[1] == 2 else "BSHD"
+        grows = _is_empty(parts[0][0]) or (parts[0][0].op == "placeholder" and len(parts[0]) == 2)
+        return (axes, "", "cat") if grows and _storable(node, axes) else None
+
+
+def _storable(node: Node, axes: str) -> bool:
+    """Whether a tensor can live in pages: floating point, and static heads and head dim."""
+    value = node.meta["example_value"]
+    if value.dim() != 4 or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    return all(isinstance(value.shape[axes.index(axis)], int) for axis in "HD") and not value.requires_grad
+
+
+class GroupCaches(Pass):
+    """Sites whose lengths move together share one block table.
+
+    Paged inputs say themselves which cache they belong to; tensors born here go together when they had the same
+    batch and length at capture (each call verifies it again).
+    """
+
+    def apply(self, state: GraphState) -> int:
+        groups: dict[object, CacheGroupSites] = {}
+        taken: dict[object, set[int]] = {}
+        for site in state.sites:
+            if site.kind == "create":
+                value = site.node.meta["example_value"]
+                key: tuple[object, ...] = ("create", hint(site.size("B")), hint(site.size("S")), value.device)
+            else:
+                facts = state.inputs[site.past]  # type: ignore[index]
+                count = hint(shape(site.new)[site.axes.index("S")]) if site.new else 0
+                key = (site.kind, facts.cache, count)
+                while facts.site in taken.setdefault(key, set()):  # two appends to one input: two branches
+                    key = (*key, "branch")
+                taken[key].add(facts.site)
+            groups.setdefault(key, CacheGroupSites(site.kind, [])).sites.append(site)
+        state.groups = list(groups.values())
+        return len(groups)

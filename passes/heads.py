@@ -1,0 +1,151 @@
+"""From an attention's K or V back to the cache: transposes and the many spellings of repeating KV heads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from .tensors import argument, hint, is_call, same_size, shape
+
+__all__ = ["Heads", "trace_heads"]
+
+REPEAT = "R"  # the broadcast axis that repeating KV heads passes through
+MERGED = "HR"  # KV heads times repeats, each KV head's copies next to each other
+
+
+class Heads:
+    """How the dimensions of an attention's K or V came from a cache: `axes` by dimension, and the repeats."""
+
+    def __init__(self, axes: str) -> None:
+        self.axes: list[str] = list(axes)
+        self.repeats = 1
+
+
+def trace_heads(node: Node, is_site: Callable[[Node], bool], site_axes: Callable[[Node], str]) -> tuple[Node, Heads] | str:
+    """Follow `node` back to a cache; returns the cache's node and the path's meaning, or why there is none.
+
+    Only operations that move or repeat whole heads are followed; the values along the path are the cache's.
+    """
+    path: list[Node] = []
+    while not is_site(node):
+        if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
+            return f"{node.name} does not come from a cache"
+        path.append(node)
+        node = node.args[0]
+    heads = Heads(site_axes(node))
+    for step in reversed(path):
+        fault = _follow(step, heads)
+        if fault:
+            return fault
+    return node, heads
+
+
+def _follow(node: Node, heads: Heads) -> str:
+    """Apply one operation to `heads`; returns why it cannot be followed, or ''."""
+    for matches, apply in _RULES:
+        if matches(node):
+            return apply(node, heads)
+    return f"{node.name} ({node.target}) between cache and attention is not understood"
+
+
+def _no_change(node: Node, heads: Heads) -> str:
+    return ""
+
+
+def _convert(node: Node, heads: Heads) -> str:
+    source = node.args[0]
+    before, after = source.meta["example_value"], node.meta["example_value"]  # type: ignore[union-attr]
+    if before.dtype != after.dtype or before.device != after.device:
+        return f"{node.name} converts the cache to {after.dtype} on {after.device}"
+    return ""
+
+
+def _swap(node: Node, heads: Heads) -> str:
+    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    heads.axes[a], heads.axes[b] = heads.axes[b], heads.axes[a]
+    return ""
+
+
+def _permute(node: Node, heads: Heads) -> str:
+    dims = node.args[1] if len(node.args) == 2 else node.args[1:]
+    dims = node.kwargs.get("dims", dims)
+    heads.axes = [heads.axes[dim] for dim in dims]  # type: ignore[union-attr]
+    return ""
+
+
+def _index(node: Node, heads: Heads) -> str:
+    items = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if any(item is not None and item is not Ellipsis and item != slice(None) for item in items):
+        return f"{node.name} takes a part of the cache"
+    axes: list[str] = []
+    source = iter(heads.axes)
+    rest = len(heads.axes) - sum(isinstance(item, slice) for item in items)
+    for item in items:
+        if item is None:
+            axes.append(REPEAT)
+        elif item is Ellipsis:
+            axes += [next(source) for _ in range(rest)]
+        else:
+            axes.append(next(source))
+    heads.axes = axes + list(source)
+    return "" if heads.axes.count(REPEAT) <= 1 else f"{node.name} adds more than one dimension"
+
+
+def _unsqueeze(node: Node, heads: Heads) -> str:
+    dim = argument(node, 1, "dim")
+    heads.axes.insert(dim if dim >= 0 else dim + len(heads.axes) + 1, REPEAT)
+    return "" if heads.axes.count(REPEAT) == 1 else f"{node.name} adds more than one dimension"
+
+
+def _expand(node: Node, heads: Heads) -> str:
+    before, after = shape(node.args[0]), shape(node)  # type: ignore[arg-type]
+    if len(before) != len(after):
+        return f"{node.name} adds dimensions by expand"
+    for axis, old, new in zip(heads.axes, before, after):
+        if same_size(old, new):
+            continue
+        if axis != REPEAT or not isinstance(new, int):
+            return f"{node.name} broadcasts the cache along {axis}"
+        heads.repeats *= new
+    return ""
+
+
+def _reshape(node: Node, heads: Heads) -> str:
+    """Only the merge of (KV heads, repeats) into heads is understood, or no change at all."""
+    before, after = shape(node.args[0]), shape(node)  # type: ignore[arg-type]
+    if len(before) == len(after) and all(same_size(a, b) for a, b in zip(before, after)):
+        return ""
+    text = "".join(heads.axes)
+    at = text.find(MERGED)
+    if at < 0 or len(after) != len(before) - 1:
+        return f"{node.name} reshapes the cache in a way that is not a merge of heads"
+    merged = [*before[:at], before[at] * before[at + 1], *before[at + 2 :]]
+    if not all(same_size(a, b) for a, b in zip(merged, after)):
+        return f"{node.name} reshapes the cache in a way that is not a merge of heads"
+    heads.axes = [*heads.axes[:at], MERGED, *heads.axes[at + 2 :]]
+    return ""
+
+
+def _repeat_interleave(node: Node, heads: Heads) -> str:
+    repeats, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
+    if not isinstance(repeats, int) or dim is None or heads.axes[dim] != "H":
+        return f"{node.name} repeats something other than heads"
+    heads.axes[dim] = MERGED
+    heads.repeats *= repeats
+    return "" if hint(shape(node)[dim]) else f"{node.name} has no heads"
+
+
+_RULES: list[tuple[Callable[[Node], bool], Callable[[Node, Heads], str]]] = [
+    (lambda n: is_call(n, (torch.clone,), ("contiguous", "clone", "detach")), _no_change),
+    (lambda n: is_call(n, (), ("to", "type_as", "float", "half", "bfloat16", "type")), _convert),
+    (lambda n: is_call(n, (torch.transpose, torch.swapaxes), ("transpose", "swapaxes", "swapdims")), _swap),
+    (lambda n: is_call(n, (torch.permute,), ("permute",)), _permute),
+    (lambda n: is_call(n, (operator.getitem,)), _index),
+    (lambda n: is_call(n, (torch.unsqueeze,), ("unsqueeze",)), _unsqueeze),
+    (lambda n: is_call(n, (), ("expand", "expand_as")), _expand),
+    (lambda n: is_call(n, (torch.reshape, torch.flatten), ("reshape", "view", "flatten")), _reshape),
+    (lambda n: is_call(n, (torch.repeat_interleave,), ("repeat_interleave",)), _repeat_interleave),
+]

@@ -1,0 +1,32 @@
+"""Lint: the rewritten graph is well formed, and no dense cache is left in it by accident."""
+
+from __future__ import annotations
+
+from .. import ops
+from .base import GraphState, Pass
+from .tensors import is_call
+
+__all__ = ["Lint", "LintError"]
+
+
+class LintError(AssertionError):
+    """A pass left a graph that breaks the invariants in docs/passes.md: a bug of this package."""
+
+
+class Lint(Pass):
+    """Check the invariants of a rewritten graph."""
+
+    def apply(self, state: GraphState) -> int:
+        graph = state.gm.graph
+        graph.lint()
+        names = [node.name for node in graph.nodes if node in state.inputs]
+        if names:
+            raise LintError(f"paged inputs are left in the graph: {names}")
+        writes = sum(is_call(node, (ops.cache_write,)) for node in graph.nodes)
+        expected = sum(site.kind != "read" for site in state.sites)
+        if writes != expected:
+            raise LintError(f"{writes} cache writes for {expected} caches")
+        for site in state.sites:
+            if site.kind == "create" and not site.outputs:
+                raise LintError(f"{site.name} is written into pages that nobody receives")
+        return writes

@@ -1,0 +1,114 @@
+"""Which values of a graph are changed in place, looking through aliases.
+
+The mask interpreter reads every node as a value that never changes. That holds for a node when nothing in the graph
+writes to it or to a tensor that may share its memory; `written` finds the first such writer. Effects come from the
+operators' schemas; whatever has none is assumed to write to all tensors it gets.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+_INPLACE_OPERATORS = frozenset(
+    getattr(operator, n)
+    for n in "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem".split()
+)
+_HOMES = (torch, torch._C._nn, F, torch.linalg, torch.special, torch.functional)
+
+
+def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:
+    """A node that may change the value of one of `nodes`, if there is any."""
+    parent: dict[object, object] = {}
+
+    def find(x: object) -> object:
+        while parent.setdefault(x, x) is not x:
+            x = parent[x]
+        return x
+
+    writers: list[tuple[Node, Node]] = []
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            parent[find(node)] = find(("attribute", node.target))
+        aliased, changed = _effects(node)
+        for other in aliased:
+            parent[find(node)] = find(other)
+        writers += [(node, other) for other in changed]
+    groups = {find(n) for n in nodes}
+    return next((writer for writer, target in writers if find(target) in groups), None)
+
+
+def _effects(node: Node) -> tuple[list[Node], list[Node]]:
+    """The inputs that the result may share memory with, and the inputs that are written to."""
+    everything = [n for n in node.all_input_nodes if not isinstance(n.meta.get("example_value"), int | torch.SymInt)]
+    if node.op in ("placeholder", "get_attr", "output"):
+        return [], []
+    own = [n for n in everything if node.args and n is node.args[0]]
+    if node.op == "call_method":
+        name = str(node.target)
+        inplace = name.endswith("_") and not name.endswith("__")
+        inplace |= name == "__setitem__" or getattr(operator, name.strip("_"), None) in _INPLACE_OPERATORS
+        if inplace:
+            return own, own
+        return _by_schema(node, name) or (own, [])
+    if node.op == "call_function":
+        target: Any = node.target
+        if getattr(target, "__module__", None) == "_operator":
+            return (own, own) if target in _INPLACE_OPERATORS else (own if target is operator.getitem else [], [])
+        if target is getattr:
+            return own, []
+        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return _of_schemas(node, _schemas(target))
+        name = getattr(target, "__name__", "")
+        inplace = bool(node.kwargs.get("inplace")) or (_is_python(target) and any(a is True for a in node.args))
+        if any(getattr(home, name, None) is target for home in _HOMES) and not inplace:
+            found = _by_schema(node, name)
+            if found:
+                return found
+    return everything, everything
+
+
+def _is_python(function: object) -> bool:
+    return hasattr(function, "__code__")  # nn.functional's own functions may take inplace by position
+
+
+def _by_schema(node: Node, name: str) -> tuple[list[Node], list[Node]] | None:
+    packet = getattr(torch.ops.aten, name, None)
+    return _of_schemas(node, _schemas(packet)) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+
+
+@lru_cache(maxsize=1024)
+def _schemas(op: Any) -> tuple[Any, ...]:
+    if isinstance(op, torch._ops.OpOverload):
+        return (op._schema,)
+    return tuple(getattr(op, overload)._schema for overload in op.overloads())
+
+
+def _of_schemas(node: Node, schemas: tuple[Any, ...]) -> tuple[list[Node], list[Node]]:
+    """The union over all overloads: which one runs is not known."""
+    aliased: dict[Node, None] = {}
+    changed: dict[Node, None] = {}
+    for schema in schemas:
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is None:
+                continue
+            by_position = i < len(node.args) and not argument.kwarg_only
+            for other in _nodes(node.kwargs.get(argument.name, node.args[i] if by_position else None)):
+                aliased[other] = None
+                if argument.alias_info.is_write:
+                    changed[other] = None
+    return list(aliased), list(changed)
+
+
+def _nodes(value: object) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _nodes(item)

@@ -1,0 +1,166 @@
+"""Rewrite: caches become writes into pages, attention reads pages, and the dense cache tensors vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import SymInt
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import has_side_effect
+
+from .. import ops
+from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
+from .symbols import fake_like, fresh_size, size_node
+from .tensors import expr, hint, shape
+
+__all__ = ["ArenaStrides", "Rewrite"]
+
+has_side_effect(ops.cache_write)  # a write has no result: dead-code elimination must not take it for unused
+
+ArenaStrides = Callable[[CacheSite], tuple[int, ...]]
+
+
+class Rewrite(Pass):
+    """Replace cache concatenations and the attention on them by the paged operations.
+
+    `arena_strides(site)` gives the storage order [blocks, heads, slots, head dim] of a created site's arena.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides) -> None:
+        self._mode = fake_mode
+        self._block_size = block_size
+        self._arena_strides = arena_strides
+
+    def apply(self, state: GraphState) -> int:
+        graph = state.gm.graph
+        plans: dict[int, Node] = {}
+        arenas: dict[int, Node] = {}
+        for g, group in enumerate(state.groups):
+            tables = self._add_inputs(state, g, group, arenas)
+            for site in group.sites:
+                plans[id(site)] = tables
+        for group in state.groups:
+            for site in group.sites:
+                if site.kind != "read":
+                    self._write(graph, site, arenas[id(site)], plans[id(site)])
+        for attention in state.attentions:
+            if attention.paged and attention.key is not None and attention.key.kind != "create":
+                self._attend(graph, attention, arenas, plans[id(attention.key)])
+        self._drop_outputs(state)
+        graph.eliminate_dead_code()
+        alive = set(graph.nodes)
+        for site in state.sites:
+            if site.kind != "create" and site.node in alive:
+                self._densify(graph, site, arenas[id(site)], plans[id(site)])
+        for past in {site.past for site in state.sites if site.past is not None}:
+            graph.erase_node(past)
+        state.gm.recompile()
+        return len(state.sites) + sum(attention.paged for attention in state.attentions)
+
+    # -- inputs ----------------------------------------------------------------------------------------------
+
+    def _add_inputs(self, state: GraphState, g: int, group: CacheGroupSites, arenas: dict[int, Node]) -> Node:
+        """Placeholders for the group's table, lengths and arenas, and the node that makes its plan of them."""
+        graph = state.gm.graph
+        lead = group.sites[0]
+        env = self._mode.shape_env
+        device = lead.node.meta["example_value"].device
+        batch = lead.size("B")
+        width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
+        after = state.placeholders[-1]
+        created: list[Node] = []
+
+        def add(kind: str, site: int, value: torch.Tensor) -> Node:
+            with graph.inserting_after(created[-1] if created else after):
+                node = graph.placeholder(f"paged_{kind}_{g}_{site}")
+            node.meta["example_value"] = value
+            created.append(node)
+            state.new_inputs.append(NewInput(kind, g, site, node))
+            return node
+
+        table = add("table", 0, fake_like((batch, width), (width, 1), torch.int32, device, self._mode))
+        lens = add("lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
+        for i, site in enumerate(group.sites):
+            facts = state.inputs.get(site.past) if site.past is not None else None
+            heads, dim = site.size("H"), site.size("D")
+            block_size = facts.block_size if facts else self._block_size
+            strides = facts.strides if facts else self._arena_strides(site)
+            dtype = site.node.meta["example_value"].dtype
+            value = fake_like((blocks, heads, block_size, dim), strides, dtype, device, self._mode)
+            arenas[id(site)] = add("arena", i, value)
+        count: int | SymInt = 0
+        if group.kind == "append":
+            count = shape(lead.new)[lead.axes.index("S")]  # type: ignore[arg-type]
+        elif group.kind == "create":
+            count = lead.size("S")
+        block_size = arenas[id(lead)].meta["example_value"].shape[2]
+        with graph.inserting_after(created[-1]):
+            anchor = graph.call_function(ops.plan_step, ())
+        with graph.inserting_before(anchor):
+            kv_len, new_tokens = size_node(graph, lead.size("S")), size_node(graph, count)
+        anchor.args = (table, lens, kv_len, new_tokens, block_size)
+        return anchor
+
+    # -- bodies ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _write(graph: Graph, site: CacheSite, arena: Node, plan: Node) -> None:
+        source = site.new if site.kind == "append" else site.node
+        assert source is not None
+        place = graph.inserting_before(site.node) if site.kind == "append" else graph.inserting_after(source)
+        with place:
+            write = graph.call_function(ops.cache_write, (arena, source, plan))
+        if site.axes == "BSHD":
+            with graph.inserting_before(write):
+                write.args = (arena, graph.call_method("transpose", (source, 1, 2)), plan)
+
+    @staticmethod
+    def _attend(graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
+        assert attention.key is not None and attention.value is not None and attention.mask is not None
+        query, mask = attention.query, attention.mask
+        head_dim = shape(query)[3]
+        with graph.inserting_before(attention.node):
+            options: dict[str, object] = {
+                "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
+            }
+            if mask.causal_offset is not None:
+                options["causal_offset"] = size_node(graph, mask.causal_offset)
+            if mask.window is not None:
+                options["window"] = size_node(graph, mask.window)
+            node = graph.call_function(
+                ops.attention,
+                (query, arenas[id(attention.key)], arenas[id(attention.value)], plan, mask.tensor),
+                options,
+            )
+        node.meta = dict(attention.node.meta)
+        attention.node.replace_all_uses_with(node)
+        graph.erase_node(attention.node)
+        attention.node = node
+
+    @staticmethod
+    def _drop_outputs(state: GraphState) -> None:
+        """The runtime returns handles in the caches' places; the graph returns the rest."""
+        handles = {i for site in state.sites if site.kind != "read" for i in site.outputs}
+        state.dense_outputs = [i for i in range(len(state.outputs)) if i not in handles]
+        outputs = state.outputs
+        state.gm.graph.output_node().args = (tuple(outputs[i] for i in state.dense_outputs),)
+
+    @staticmethod
+    def _densify(graph: Graph, site: CacheSite, arena: Node, plan: Node) -> None:
+        """Whoever still reads the dense cache gets a copy of the pages."""
+        users = list(site.node.users)
+        if users:
+            site.reason = f"{users[0].name} reads it whole"
+            site.dense = True
+            with graph.inserting_after(plan) if site.kind == "read" else graph.inserting_before(site.node):
+                dense = graph.call_function(ops.gather, (arena, plan))
+            if site.axes == "BSHD":
+                with graph.inserting_after(dense):
+                    dense = graph.call_method("transpose", (dense, 1, 2))
+            dense.meta = dict(site.node.meta)
+            for user in users:
+                user.replace_input_with(site.node, dense)
+        if site.kind == "append":
+            graph.erase_node(site.node)

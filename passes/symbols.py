@@ -1,0 +1,69 @@
+"""Sizes in a rewritten graph: as nodes computed from the graph's inputs, and as fresh symbols for new inputs."""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch import SymInt
+from torch._dynamo.source import ConstantSource
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from .tensors import expr
+
+__all__ = ["UnknownSize", "fresh_size", "size_node"]
+
+
+class UnknownSize(Exception):
+    """A size cannot be computed from the graph's integer inputs."""
+
+
+def fresh_size(shape_env: ShapeEnv, name: str, value: int) -> SymInt:
+    """A new dynamic size of a new graph input, worth `value` (at least 2) at the first call.
+
+    Its source names no user value, so that Dynamo makes no guard of it.
+    """
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    return shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def size_node(graph: Graph, size: int | SymInt | sympy.Expr) -> int | Node:
+    """A node (inserted at the graph's insertion point) or a constant that computes `size` from integer inputs.
+
+    Raises `UnknownSize` if a symbol of it is not an integer input of the graph, or its form is not a sum of products.
+    """
+    inputs: dict[sympy.Expr, Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, SymInt):
+            inputs.setdefault(value.node.expr, node)
+    return _emit(graph, expr(size) if isinstance(size, (int, SymInt)) else size, inputs)
+
+
+def _emit(graph: Graph, value: sympy.Expr, inputs: dict[sympy.Expr, Node]) -> int | Node:
+    if value in inputs:
+        return inputs[value]
+    if value.is_Integer:
+        return int(value)
+    if not (value.is_Add or value.is_Mul):
+        raise UnknownSize(f"size {value} is not an input of the graph")
+    function = operator.add if value.is_Add else operator.mul
+    terms = [_emit(graph, term, inputs) for term in value.args]
+    result = terms[0]
+    for term in terms[1:]:
+        result = graph.call_function(function, (result, term))
+        result.meta["example_value"] = function(*(_value(arg) for arg in result.args))
+    return result
+
+
+def _value(item: object) -> object:
+    return item.meta["example_value"] if isinstance(item, Node) else item
+
+
+def fake_like(size: tuple[int | SymInt, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, mode) -> torch.Tensor:
+    """A fake tensor for a new input."""
+    with mode:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)

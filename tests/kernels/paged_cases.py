@@ -1,0 +1,150 @@
+"""Ragged batches in poisoned pages, drawn by Hypothesis: everything no kernel may read is NaN."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+THOROUGHNESS = {"dev": 1, "ci": 3, "thorough": 30}
+
+
+def examples(count: int) -> Callable[[Test], Test]:
+    """Hypothesis settings of `count` examples, scaled by the profile named in HYPOTHESIS_PROFILE."""
+    scale = THOROUGHNESS.get(os.environ.get("HYPOTHESIS_PROFILE", "dev"), 1)
+    return settings(max_examples=count * scale, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The allocator hook of the tests."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    """Equal up to the rounding of the dtype; NaN is never equal."""
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """K and V of one layer, dense [B, H_kv, kv_len, D] (zeros at virtual padding) and the same in pages."""
+
+    k: Tensor
+    v: Tensor
+    k_arena: Tensor
+    v_arena: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    kv_len: int
+    seed: int
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """What an attention call takes after q."""
+        return self.k_arena, self.v_arena, self.block_table, self.seq_lens, self.kv_len
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + 1)
+
+    def queries(self, group: int, q_len: int) -> Tensor:
+        """Random q [B, H_q, Q, D], laid out as [B, Q, H_q, D]."""
+        batch, num_kv_heads, _, head_dim = self.k.shape
+        q = torch.randn(batch, q_len, num_kv_heads * group, head_dim, generator=self.generator)
+        return q.to(self.k.dtype).transpose(1, 2)
+
+
+def new_arena(blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """NaN but for the zero page; `transposed` puts the slots of a block side by side in memory."""
+    shape = (blocks, heads, dim, block_size) if transposed else (blocks, heads, block_size, dim)
+    arena = torch.full(shape, float("nan"), dtype=dtype)
+    arena[0] = 0
+    return arena.mT if transposed else arena
+
+
+def page(dense: Tensor, arena: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Scatter the rows of a left padded dense tensor into pages, token by token."""
+    block_size, kv_len = arena.shape[2], dense.shape[2]
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        for token in range(seq_len):
+            block = int(block_table[row, token // block_size])
+            arena[block, :, token % block_size] = dense[row, :, kv_len - seq_len + token]
+
+
+def build(
+    seq_lens: list[int],
+    heads: int = 2,
+    dim: int = 16,
+    v_dim: int = 16,
+    block_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    transposed: bool = False,
+    seed: int = 0,
+) -> PagedBatch:
+    """A batch whose blocks are a random permutation, with unreferenced blocks among them."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_len = max(seq_lens)
+    needed = [-(-seq_len // block_size) for seq_len in seq_lens]
+    ids = (torch.randperm(sum(needed) + 3, generator=generator) + 1).tolist()
+    block_table = torch.zeros(len(seq_lens), max(needed), dtype=torch.int32)
+    for row, count in enumerate(needed):
+        block_table[row, :count] = torch.tensor([ids.pop() for _ in range(count)], dtype=torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    padding = torch.arange(kv_len) < kv_len - lens[:, None]
+    dense, arenas = [], []
+    for width, layout in ((dim, transposed), (v_dim, False)):
+        values = torch.randn(len(seq_lens), heads, kv_len, width, generator=generator).to(dtype)
+        values.masked_fill_(padding[:, None, :, None], 0.0)
+        arena = new_arena(sum(needed) + 4, heads, block_size, width, dtype, layout)
+        page(values, arena, block_table, lens)
+        dense.append(values)
+        arenas.append(arena)
+    return PagedBatch(*dense, *arenas, block_table, lens, kv_len, seed)
+
+
+@st.composite
+def paged_batches(draw: st.DrawFn, longest: int = 40) -> PagedBatch:
+    """Ragged rows, some perhaps empty, the longest of at least one token."""
+    seq_lens = draw(st.lists(st.integers(0, longest), min_size=1, max_size=3).filter(any))
+    return build(
+        seq_lens,
+        heads=draw(st.sampled_from([1, 2])),
+        dim=draw(st.sampled_from([8, 16, 20, 32, 80])),
+        v_dim=draw(st.sampled_from([16, 24, 32])),
+        block_size=draw(st.sampled_from([8, 16, 32])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        transposed=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def visibilities(draw: st.DrawFn, kv_len: int, q_len: int) -> tuple[int | None, int | None]:
+    """(causal_offset, window), around and beyond the edges."""
+    causal_offset = draw(st.none() | st.integers(-q_len, kv_len + 1) | st.just(kv_len - q_len))
+    window = None if causal_offset is None else draw(st.none() | st.integers(1, kv_len + q_len + 1))
+    return causal_offset, window
+
+
+@st.composite
+def masks(draw: st.DrawFn, full: tuple[int, int, int, int]) -> Tensor | None:
+    """No mask, or a bool or float one whose dims may be 1."""
+    kind = draw(st.sampled_from([None, None, torch.bool, *DTYPES]))
+    if kind is None:
+        return None
+    shape = tuple(draw(st.sampled_from([1, size])) for size in full)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    seen = torch.rand(shape, generator=generator) < 0.6
+    if kind == torch.bool:
+        return seen
+    bias = torch.randn(shape, generator=generator).to(kind)
+    return bias.masked_fill_(~seen, draw(st.sampled_from([float("-inf"), torch.finfo(kind).min])))

@@ -1,0 +1,83 @@
+"""Wrong inputs: every message says the value got, the values allowed and the next step, in wrapper and twin."""
+
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import build
+
+from paged_inductor import kernels
+from paged_inductor.kernels import KernelInputError, KernelTypeError, checks, reference
+
+VALID = build([12, 5])
+NEW = torch.zeros(2, 2, 3, 16)
+
+
+def attention_arguments(**changes: Any) -> dict[str, Any]:
+    k_arena, v_arena, block_table, seq_lens, kv_len = VALID.pages
+    arguments: dict[str, Any] = {
+        "q": VALID.queries(2, 1),
+        "k_arena": k_arena,
+        "v_arena": v_arena,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "kv_len": kv_len,
+        "scale": 1.0,
+    }
+    return arguments | changes
+
+
+BAD_ATTENTION = [
+    ({"q": None}, KernelTypeError, "q is a NoneType; pass a torch.Tensor"),
+    ({"q": torch.zeros(2, 4, 16)}, KernelInputError, "q has shape (2, 4, 16) (3 dims); pass 4 dims"),
+    ({"q": torch.zeros(2, 4, 1, 16).half()}, KernelTypeError, "allowed: torch.float32; convert"),
+    ({"q": torch.zeros(2, 3, 1, 16)}, KernelInputError, "q has 3 heads, the arenas have 2; allowed: a multiple"),
+    ({"q": torch.zeros(2, 4, 1, 8)}, KernelInputError, "q has head dim 8, k_arena has 16"),
+    ({"q": torch.zeros(3, 4, 1, 16)}, KernelInputError, "q has batch size 3, block_table has 2"),
+    ({"k_arena": torch.zeros(4, 2, 12, 16)}, KernelInputError, "block_size 12"),
+    ({"k_arena": torch.zeros(4, 2, 8, 512)}, KernelInputError, "head dim 512"),
+    ({"v_arena": torch.zeros(4, 2, 8, 16)}, KernelInputError, "v_arena has shape[:3] (4, 2, 8)"),
+    ({"block_table": VALID.block_table.long()}, KernelTypeError, "block_table has dtype torch.int64"),
+    ({"seq_lens": VALID.seq_lens[:1]}, KernelInputError, "seq_lens has batch size 1, block_table has 2"),
+    ({"seq_lens": VALID.seq_lens.repeat(2)[::2]}, KernelInputError, "seq_lens has stride 2"),
+    ({"kv_len": 17}, KernelInputError, "kv_len is 17; allowed: 1 to 16"),
+    ({"kv_len": 0}, KernelInputError, "kv_len is 0; allowed: 1 to 16"),
+    ({"kv_len": torch.tensor(3)}, KernelTypeError, "kv_len is a Tensor; pass an int"),
+    ({"scale": "1"}, KernelTypeError, "scale is a str; pass a float"),
+    ({"window": 4}, KernelInputError, "window is 4 but causal_offset is None"),
+    ({"window": 0, "causal_offset": 11}, KernelInputError, "window is 0; allowed: 1 to"),
+    ({"causal_offset": 2**31}, KernelInputError, "causal_offset is 2147483648"),
+    ({"mask": torch.ones(2, 4, 1, 12).int()}, KernelTypeError, "mask has dtype torch.int32"),
+    ({"mask": torch.ones(2, 4, 1, 11)}, KernelInputError, "allowed: (2, 4, 1, 12) where any dim may be 1"),
+    ({"q": VALID.queries(2, 1).to("meta")}, KernelInputError, "q has device meta, k_arena has cpu"),
+]
+
+
+@pytest.mark.parametrize("attention", [kernels.attention, reference.attention], ids=["triton", "twin"])
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_ATTENTION, ids=[case[2] for case in BAD_ATTENTION])
+def test_attention_explains(attention: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        attention(**attention_arguments(**changes))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "twin"])
+def test_page_operations_explain(module: Any) -> None:
+    arena, table, lens = VALID.k_arena, VALID.block_table, VALID.seq_lens
+    with pytest.raises(KernelInputError, match="new has H_kv 1, the arena has 2"):
+        module.cache_write(arena, NEW[:, :1], table, lens)
+    with pytest.raises(KernelInputError, match="v_new has token count 2, k_new has 3"):
+        module.cache_write_kv(arena, VALID.v_arena, NEW, NEW[:, :, :2], table, lens)
+    with pytest.raises(KernelTypeError, match="new has dtype torch.float16"):
+        module.cache_write(arena, NEW.half(), table, lens)
+    with pytest.raises(KernelInputError, match="dst_ids has length 1, src_ids has 2"):
+        module.copy_blocks(arena, torch.tensor([1, 2]), torch.tensor([3]))
+    with pytest.raises(KernelTypeError, match="src_ids has dtype torch.float32"):
+        module.copy_blocks(arena, torch.ones(1), torch.tensor([3]))
+    with pytest.raises(KernelInputError, match="kv_len is 99; allowed: 1 to 16"):
+        module.gather(arena, table, lens, 99)
+
+
+def test_a_device_that_triton_cannot_run_on_is_named() -> None:
+    with pytest.raises(KernelInputError, match="on cpu; allowed: a CUDA or ROCm device; .* TRITON_INTERPRET=1"):
+        checks.launchable(NEW, interpreted=False)
