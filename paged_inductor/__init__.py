@@ -14,6 +14,9 @@ from ._errors import (
     UnsupportedInputError,
 )
 from .backend import paged_inductor as _backend
+from .explain import Explanation, explain
+from .monitor import Stats, check_integrity, reset, stats, trim
+from .patch import page, unpage
 from .tensor import PagedTensor
 
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
@@ -24,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigurationError",
+    "Explanation",
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
@@ -31,6 +35,14 @@ __all__ = [
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",
+    "Stats",
     "UnsupportedInputError",
+    "check_integrity",
     "configure",
+    "explain",
+    "page",
+    "reset",
+    "stats",
+    "trim",
+    "unpage",
 ]

@@ -1,8 +1,8 @@
 """Which values of a graph are changed in place, looking through aliases.
 
-The mask interpreter reads every node as a value that never changes. That holds for a node when nothing in the graph
-writes to it or to a tensor that may share its memory; `written` finds the first such writer. Effects come from the
-operators' schemas; whatever has none is assumed to write to all tensors it gets.
+The mask interpreter reads every node as a value that never changes. That holds for a node when nothing in the
+graph writes to it or to a tensor that may share its memory; `written` finds the first such writer. Effects
+come from the operators' schemas; whatever has none is assumed to write to all tensors it gets.
 """
 
 from __future__ import annotations
@@ -16,9 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+_INPLACE = (
+    "iadd",
+    "iand",
+    "iconcat",
+    "ifloordiv",
+    "ilshift",
+    "imatmul",
+    "imod",
+    "imul",
+    "ior",
+    "ipow",
+    "irshift",
+)
 _INPLACE_OPERATORS = frozenset(
-    getattr(operator, n)
-    for n in "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem".split()
+    getattr(operator, n) for n in (*_INPLACE, "isub", "itruediv", "ixor", "setitem")
 )
 _HOMES = (torch, torch._C._nn, F, torch.linalg, torch.special, torch.functional)
 
@@ -46,7 +58,8 @@ def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:
 
 def _effects(node: Node) -> tuple[list[Node], list[Node]]:
     """The inputs that the result may share memory with, and the inputs that are written to."""
-    everything = [n for n in node.all_input_nodes if not isinstance(n.meta.get("example_value"), int | torch.SymInt)]
+    numbers = int | float | torch.SymInt
+    everything = [n for n in node.all_input_nodes if not isinstance(n.meta.get("example_value"), numbers)]
     if node.op in ("placeholder", "get_attr", "output"):
         return [], []
     own = [n for n in everything if node.args and n is node.args[0]]
@@ -60,13 +73,17 @@ def _effects(node: Node) -> tuple[list[Node], list[Node]]:
     if node.op == "call_function":
         target: Any = node.target
         if getattr(target, "__module__", None) == "_operator":
-            return (own, own) if target in _INPLACE_OPERATORS else (own if target is operator.getitem else [], [])
+            if target in _INPLACE_OPERATORS:
+                return own, own
+            return (own if target is operator.getitem else []), []
         if target is getattr:
             return own, []
         if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return _of_schemas(node, _schemas(target))
         name = getattr(target, "__name__", "")
-        inplace = bool(node.kwargs.get("inplace")) or (_is_python(target) and any(a is True for a in node.args))
+        inplace = bool(node.kwargs.get("inplace")) or (
+            _is_python(target) and any(a is True for a in node.args)
+        )
         if any(getattr(home, name, None) is target for home in _HOMES) and not inplace:
             found = _by_schema(node, name)
             if found:

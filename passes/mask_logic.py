@@ -1,9 +1,10 @@
 """Predicates over integers, and a refuter for them.
 
-A predicate is in negation normal form: `Leq(e)` means the integer expression e is <= 0, `Leaf` is a boolean nothing is
-known about, `And`/`Or` combine them. `refute` is the only source of truth in the mask prover: it answers True only
-when no assignment of integers and leaves satisfies all predicates. It relaxes (reals for integers, a fresh variable
-for every non-linear term, leaves free), so True is always right and False means "not proven".
+A predicate is in negation normal form: `Leq(e)` means the integer expression e is <= 0, `Leaf` is a boolean
+nothing is known about, `And`/`Or` combine them. `refute` is the only source of truth in the mask prover: it
+answers True only when no assignment of integers and leaves satisfies all predicates. It relaxes (reals for
+integers, a fresh variable for every non-linear term, leaves free), so True is always right and False means
+"not proven".
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MAX_BRANCHES = 200  # and the case analysis beyond this many cases
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that is not understood. Equal keys mean equal values; `deps` are the index symbols it may vary with."""
+    """A value that is not understood. Equal keys mean equal values; `deps` are the index symbols it may vary
+    with."""
 
     key: tuple[object, ...]
     deps: frozenset[sympy.Symbol] = field(compare=False)
@@ -104,7 +106,8 @@ def atoms(p: Pred) -> Iterable[Leq | Leaf]:
 
 @lru_cache(maxsize=4096)
 def linear(expr: sympy.Expr) -> tuple[dict[sympy.Expr, int], int]:
-    """expr as integer coefficients of its monomials and a constant, scaled by a positive number if need be."""
+    """expr as integer coefficients of its monomials and a constant, scaled by a positive number if need
+    be."""
     terms = dict(sympy.expand(expr).as_coefficients_dict())
     scale = lcm(*(int(sympy.denom(c)) for c in terms.values())) if terms else 1
     const = int(terms.pop(sympy.S.One, 0) * scale)
@@ -142,7 +145,8 @@ def infeasible(exprs: frozenset[sympy.Expr]) -> bool:
 
 
 def _tightened(rows: Iterable[tuple[tuple[int, ...], int]]) -> dict[tuple[int, ...], int] | None:
-    """Rows divided by their gcd with the constant rounded up (exact for integers); None for a contradiction."""
+    """Rows divided by their gcd with the constant rounded up (exact for integers); None for a
+    contradiction."""
     kept: dict[tuple[int, ...], int] = {}
     for row, const in rows:
         g = gcd(*row)

@@ -1,4 +1,5 @@
-"""Handlers of the operations that make or combine mask values. Each returns `at` for its node (see mask_program)."""
+"""Handlers of the operations that make or combine mask values. Each returns `at` for its node (see
+mask_program)."""
 
 from __future__ import annotations
 
@@ -12,41 +13,7 @@ import torch.nn.functional as F
 
 from .mask_logic import FALSE, TRUE, Pred, conj, disj, leq, negate
 from .mask_program import At, Index, Program, SymTensor, broadcast, handles
-from .mask_values import (
-    Cases,
-    NotUnderstood,
-    Num,
-    Value,
-    arithmetic,
-    as_pred,
-    cast,
-    compare,
-    lift,
-    merged,
-)
-
-
-def _promoted(*operands: SymTensor) -> torch.dtype:
-    """The dtype torch computes in: dimensions and Python scalars matter, so ask torch with empty stand-ins."""
-    stand_ins = []
-    for x in operands:
-        if x.scalar:
-            stand_ins.append({torch.bool: True, torch.int64: 1}.get(x.dtype, 1.0))
-        else:
-            stand_ins.append(torch.empty((0,) * len(x.shape), dtype=x.dtype, device="meta"))
-    return torch.result_type(*stand_ins)
-
-
-def _elementwise(
-    program: Program, out: SymTensor, fn: Callable[..., Cases], operands: list[SymTensor], dtype: torch.dtype
-) -> At:
-    """fn over the operands' numbers, converted to dtype first."""
-
-    def at(index: Index) -> Value:
-        cases = [x.cases(broadcast(index, out.shape, x), dtype, program.sizes) for x in operands]
-        return lift(fn, cases, (out.name, index))
-
-    return at
+from .mask_values import NotUnderstood, Value, as_pred, cast, merged
 
 
 def _choose(program: Program, out: SymTensor, when: SymTensor, yes: SymTensor, no: SymTensor) -> At:
@@ -55,7 +22,9 @@ def _choose(program: Program, out: SymTensor, when: SymTensor, yes: SymTensor, n
 
     def at(index: Index) -> Value:
         c = as_pred(when.at(broadcast(index, out.shape, when)))
-        return choose(program, out, c, yes, broadcast(index, out.shape, yes), no, broadcast(index, out.shape, no))
+        return choose(
+            program, out, c, yes, broadcast(index, out.shape, yes), no, broadcast(index, out.shape, no)
+        )
 
     return at
 
@@ -73,7 +42,7 @@ def choose(
     return merged([(conj(c, g), v) for g, v in y_cases] + [(conj(negate(c), g), v) for g, v in n_cases])
 
 
-# --- creation -------------------------------------------------------------------------------------------------------
+# --- creation --------------------------------------------------------------------------------------
 
 
 @handles((torch.arange,))
@@ -127,101 +96,26 @@ def _scalar(program: Program, out: SymTensor, data: object) -> At:
     return _filled(program, out, data)
 
 
-# --- conversions ----------------------------------------------------------------------------------------------------
+# --- conversions -----------------------------------------------------------------------------------
 
 
 @handles(
     (torch.clone, torch.detach),
-    ("to", "type", "type_as", "bool", "float", "double", "half", "bfloat16", "long", "int", "short", "cpu", "cuda")
-    + ("clone", "contiguous", "detach"),
+    (
+        *("to", "type", "type_as", "bool", "float", "double", "half", "bfloat16", "long", "int", "short"),
+        *("cpu", "cuda", "clone", "contiguous", "detach"),
+    ),
 )
 def _convert(program: Program, out: SymTensor, x: object, *_: object) -> At:
     source = program.tensor(x)
     return lambda index: source.cases(broadcast(index, out.shape, source), out.dtype, program.sizes)
 
 
-# --- arithmetic and comparisons -------------------------------------------------------------------------------------
+# --- logic -----------------------------------------------------------------------------------------
 
 
-def _binary(op: str, program: Program, out: SymTensor, a: object, b: object, alpha: object = 1) -> At:
-    x, y = program.tensor(a), program.tensor(b)
-    if alpha != 1:
-        raise NotUnderstood(f"{op} with alpha")
-    if out.dtype == torch.bool:  # torch: or, and; the rest is an error or not worth it
-        if op not in ("add", "mul"):
-            raise NotUnderstood(f"{op} of booleans")
-        return _logic(disj if op == "add" else conj, program, out, a, b)
-    return _elementwise(
-        program, out, lambda p, q: ((TRUE, arithmetic(op, p, q, out.dtype, program.sizes)),), [x, y], out.dtype
-    )
-
-
-for _name in ("add", "sub", "mul", "floor_divide", "remainder"):
-    _python = {"floor_divide": operator.floordiv, "remainder": operator.mod}.get(_name) or getattr(operator, _name)
-    handles((_python, getattr(torch, _name)), (_name,))(partial(_binary, _name))
-handles((torch.subtract,), ("subtract",))(partial(_binary, "sub"))
-handles((torch.multiply,), ("multiply",))(partial(_binary, "mul"))
-
-
-@handles((torch.rsub,), ("rsub",))
-def _rsub(program: Program, out: SymTensor, a: object, b: object) -> At:
-    return _binary("sub", program, out, b, a)
-
-
-@handles((operator.neg, torch.neg), ("neg",))
-def _neg(program: Program, out: SymTensor, x: object) -> At:
-    return _binary("mul", program, out, x, -1)
-
-
-def _compare(op: str, program: Program, out: SymTensor, a: object, b: object) -> At:
-    x, y = program.tensor(a), program.tensor(b)
-
-    def fn(p: Num, q: Num) -> Cases:
-        truth = compare(op, p, q)
-        return merged([(truth, sympy.S.One), (negate(truth), sympy.S.Zero)])
-
-    return _elementwise(program, out, fn, [x, y], _compute_dtype(x, y))
-
-
-def _compute_dtype(x: SymTensor, y: SymTensor) -> torch.dtype:
-    dtype = _promoted(x, y)
-    return torch.int64 if dtype == torch.bool else dtype  # booleans compare as 0 and 1
-
-
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    handles((getattr(operator, _name), getattr(torch, _name)), (_name,))(partial(_compare, _name))
-for _name, _op in (("less", "lt"), ("less_equal", "le"), ("greater", "gt"), ("greater_equal", "ge")):
-    handles((getattr(torch, _name),), (_name,))(partial(_compare, _op))
-
-
-def _pick(op: str, program: Program, out: SymTensor, a: object, b: object) -> At:
-    """The operand that compares as op says: le for the minimum, ge for the maximum."""
-
-    def fn(p: Num, q: Num) -> Cases:
-        first = compare(op, p, q)
-        return merged([(first, p), (negate(first), q)])
-
-    return _elementwise(program, out, fn, [program.tensor(a), program.tensor(b)], out.dtype)
-
-
-handles((torch.minimum,), ("minimum",))(partial(_pick, "le"))
-handles((torch.maximum,), ("maximum",))(partial(_pick, "ge"))
-
-
-@handles((operator.abs, torch.abs, abs), ("abs",))
-def _abs(program: Program, out: SymTensor, x: object) -> At:
-    def fn(p: Num) -> Cases:
-        positive, minus = compare("ge", p, sympy.S.Zero), arithmetic("mul", p, sympy.S.NegativeOne, out.dtype, sizes)
-        return merged([(positive, p), (negate(positive), minus)])
-
-    sizes = program.sizes
-    return _elementwise(program, out, fn, [program.tensor(x)], out.dtype)
-
-
-# --- logic ----------------------------------------------------------------------------------------------------------
-
-
-def _logic(combine: Callable[..., Pred], program: Program, out: SymTensor, *args: object) -> At:
+def logic(combine: Callable[..., Pred], program: Program, out: SymTensor, *args: object) -> At:
+    """combine over the operands as booleans."""
     operands = [program.tensor(a) for a in args]
     return lambda index: combine(*(as_pred(x.at(broadcast(index, out.shape, x))) for x in operands))
 
@@ -229,7 +123,7 @@ def _logic(combine: Callable[..., Pred], program: Program, out: SymTensor, *args
 def _bitwise(combine: Callable[..., Pred], program: Program, out: SymTensor, *args: object) -> At:
     if out.dtype != torch.bool:
         raise NotUnderstood(f"bit operation on {out.dtype}")
-    return _logic(combine, program, out, *args)
+    return logic(combine, program, out, *args)
 
 
 def _xor(p: Pred, q: Pred) -> Pred:
@@ -242,11 +136,11 @@ for _combine, _python, _name in (
     (_xor, operator.xor, "xor"),
     (negate, operator.invert, "not"),
 ):
-    handles((getattr(torch, f"logical_{_name}"),), (f"logical_{_name}",))(partial(_logic, _combine))
+    handles((getattr(torch, f"logical_{_name}"),), (f"logical_{_name}",))(partial(logic, _combine))
     handles((_python, getattr(torch, f"bitwise_{_name}")), (f"bitwise_{_name}",))(partial(_bitwise, _combine))
 
 
-# --- selection ------------------------------------------------------------------------------------------------------
+# --- selection -------------------------------------------------------------------------------------
 
 
 @handles((torch.where,))
@@ -279,7 +173,9 @@ handles((torch.triu,), ("triu",))(partial(_triangle, True))
 
 
 @handles((F.pad, torch._C._nn.pad))
-def _pad(program: Program, out: SymTensor, input: object, pad: object, mode: str = "constant", value: object = 0) -> At:
+def _pad(
+    program: Program, out: SymTensor, input: object, pad: object, mode: str = "constant", value: object = 0
+) -> At:
     x, fill = program.tensor(input), program.tensor(0 if value is None else value)
     if mode != "constant" or not isinstance(pad, list | tuple):
         raise NotUnderstood("padding other than with a constant")

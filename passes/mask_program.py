@@ -1,9 +1,10 @@
 """The mask's subgraph as symbolic tensors: functions from index expressions to values.
 
-Nothing is computed ahead: a SymTensor is a shape, a dtype and `at`, which maps one sympy index per dimension to the
-Value found there. Handlers (mask_ops, mask_index) build `at` of a node from that of its operands. Shapes and dtypes
-always come from the fake tensors that Dynamo recorded, so a handler cannot invent them. A node that no handler
-understands is an opaque tensor: at every index an Unknown that may vary with the symbols of that index.
+Nothing is computed ahead: a SymTensor is a shape, a dtype and `at`, which maps one sympy index per dimension
+to the Value found there. Handlers (mask_ops, mask_index) build `at` of a node from that of its operands.
+Shapes and dtypes always come from the fake tensors that Dynamo recorded, so a handler cannot invent them. A
+node that no handler understands is an opaque tensor: at every index an Unknown that may vary with the symbols
+of that index.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ Handler = Callable[..., At]
 FUNCTIONS: dict[Any, Handler] = {}
 METHODS: dict[str, Handler] = {}
 # Arguments whose effect is already in the recorded fake tensor, or that have none on values.
-_NEUTRAL = {"device", "dtype", "layout", "pin_memory", "requires_grad", "memory_format", "non_blocking", "copy"}
+_NEUTRAL = {
+    "device",
+    "dtype",
+    "layout",
+    "pin_memory",
+    "requires_grad",
+    "memory_format",
+    "non_blocking",
+    "copy",
+}
 
 
 def handles(functions: tuple[Any, ...] = (), methods: tuple[str, ...] = ()) -> Callable[[Handler], Handler]:
@@ -88,8 +98,9 @@ def broadcast(index: Index, to: tuple[sympy.Expr, ...], x: SymTensor) -> Index:
 
 @dataclass
 class Program:
-    """Interprets nodes of one graph. `equal` maps symbols to what they are known to equal; `sizes` bounds the index
-    symbols; `domain` states the same as expressions <= 0. `visited` collects the nodes whose values were used."""
+    """Interprets nodes of one graph. `equal` maps symbols to what they are known to equal; `sizes` bounds the
+    index symbols; `domain` states the same as expressions <= 0. `visited` collects the nodes whose values
+    were used."""
 
     equal: Mapping[sympy.Symbol, sympy.Expr]
     sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
@@ -136,7 +147,9 @@ class Program:
             return SymTensor(str(number), (), torch.bool, lambda _: TRUE if number else FALSE, scalar=True)
         if isinstance(number, float):
             # kept as it is; converted, and checked for rounding, where its use decides the dtype
-            return SymTensor(str(number), (), torch.float64, lambda _: ((TRUE, constant(number)),), scalar=True)
+            return SymTensor(
+                str(number), (), torch.float64, lambda _: ((TRUE, constant(number)),), scalar=True
+            )
         return SymTensor(str(number), (), torch.int64, lambda _: ((TRUE, number),), scalar=True)
 
     def _interpret(self, node: Node, example: torch.Tensor) -> SymTensor:
@@ -144,7 +157,11 @@ class Program:
         read: At | None = None
         why = _describe(node)
         handler = FUNCTIONS.get(node.target) if node.op == "call_function" else METHODS.get(str(node.target))
-        if node.op in ("call_function", "call_method") and handler is not None and example.layout == torch.strided:
+        if (
+            node.op in ("call_function", "call_method")
+            and handler is not None
+            and example.layout == torch.strided
+        ):
             kwargs = {k: v for k, v in node.kwargs.items() if k not in _NEUTRAL}
             try:
                 inspect.signature(handler).bind(self, out, *node.args, **kwargs)

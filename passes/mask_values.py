@@ -1,7 +1,8 @@
-"""Values of one mask element: a predicate (bool tensors) or guarded numbers (all others), with torch's arithmetic.
+"""Values of one mask element: a predicate (bool tensors) or guarded numbers (all others), with torch's
+arithmetic.
 
-A number is a sympy integer expression over sizes and indices, a Python float (an exact constant of the dtype that is
-no small integer), LOW, or Unknown. Whatever cannot be computed exactly raises NotUnderstood.
+A number is a sympy integer expression over sizes and indices, a Python float (an exact constant of the dtype
+that is no small integer), LOW, or Unknown. Whatever cannot be computed exactly raises NotUnderstood.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from itertools import product
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -19,8 +21,9 @@ from .mask_logic import FALSE, TRUE, Leaf, Pred, Unknown, conj, disj, leq, negat
 
 # No size, index or position reaches this; so int64 arithmetic with small coefficients cannot wrap around.
 MAX_SIZE = 2**40
-# A finite mask value counts as "masked" only from here down: added to any score that is itself far from overflow it
-# vanishes exactly in the softmax. float16's minimum (-65504) is within reach of real scores, so it never counts.
+# A finite mask value counts as "masked" only from here down: added to any score that is itself far from
+# overflow it vanishes exactly in the softmax. float16's minimum (-65504) is within reach of real scores, so
+# it never counts.
 HUGE = torch.finfo(torch.bfloat16).min
 MAX_CASES = 24
 
@@ -33,13 +36,13 @@ class _Low:
 
 
 LOW = _Low()
-Num = sympy.Expr | float | _Low | Unknown
-Cases = tuple[tuple[Pred, Num], ...]  # exclusive and exhaustive guards
-Value = Pred | Cases
-Sizes = Mapping[sympy.Symbol, sympy.Expr]  # index symbol -> its exclusive upper bound
+Num: TypeAlias = sympy.Expr | float | _Low | Unknown
+Cases: TypeAlias = tuple[tuple[Pred, Num], ...]  # exclusive and exhaustive guards
+Value: TypeAlias = Pred | Cases
+Sizes: TypeAlias = Mapping[sympy.Symbol, sympy.Expr]  # index symbol -> its exclusive upper bound
 
 
-class NotUnderstood(Exception):
+class NotUnderstood(Exception):  # noqa: N818
     """The reason why a value cannot be computed, for people."""
 
 
@@ -152,16 +155,18 @@ def arithmetic(op: str, a: Num, b: Num, dtype: torch.dtype, sizes: Sizes) -> Num
                 raise NotUnderstood(f"{op} of {a} and {b}")
             return y if op == "add" or swapped else -y
     fn = getattr(torch, op)
-    return constant(fn(torch.tensor(float(a), dtype=dtype), torch.tensor(float(b), dtype=dtype)).item(), dtype)
+    return constant(
+        fn(torch.tensor(float(a), dtype=dtype), torch.tensor(float(b), dtype=dtype)).item(), dtype
+    )
 
 
 def _low(op: str, a: Num, b: Num) -> Num:
     """LOW plus zero, or plus another masked constant; everything else depends on which LOW it is."""
     if op == "add" and b is LOW:
         a, b = b, a
-    if a is LOW and (b == 0 or (op == "add" and (b is LOW or (isinstance(b, float) and b <= HUGE)))):
-        if op in ("add", "sub"):
-            return -math.inf if b == -math.inf else LOW
+    masked = b is LOW or (isinstance(b, float) and b <= HUGE)
+    if a is LOW and op in ("add", "sub") and (b == 0 or (op == "add" and masked)):
+        return -math.inf if b == -math.inf else LOW
     raise NotUnderstood(f"{op} of {a} and {b}")
 
 
@@ -219,8 +224,8 @@ def merged(cases: list[tuple[Pred, Num]]) -> Cases:
 
 
 def lift(fn: Callable[..., Cases], operands: list[Cases], key: tuple[object, ...]) -> Cases:
-    """fn over every combination of cases. A combination with an Unknown in it, or one that fn does not understand,
-    becomes an Unknown of its own under key."""
+    """fn over every combination of cases. A combination with an Unknown in it, or one that fn does not
+    understand, becomes an Unknown of its own under key."""
     out: list[tuple[Pred, Num]] = []
     for i, combination in enumerate(product(*operands)):
         guard = conj(*(g for g, _ in combination))
@@ -235,6 +240,8 @@ def lift(fn: Callable[..., Cases], operands: list[Cases], key: tuple[object, ...
             why = lost[0].why
         except NotUnderstood as error:
             why = str(error)
-        deps = {s for n in nums for s in (n.deps if isinstance(n, Unknown) else getattr(n, "free_symbols", ()))}
+        deps = {
+            s for n in nums for s in (n.deps if isinstance(n, Unknown) else getattr(n, "free_symbols", ()))
+        }
         out.append((guard, Unknown((*key, i), frozenset(deps), why)))
     return merged(out)

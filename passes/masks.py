@@ -1,12 +1,13 @@
-"""The mask prover: what an attention mask means, as kernel parameters, or why it must be passed on as a tensor.
+"""The mask prover: what an attention mask means, as kernel parameters, or why it must be passed on as a
+tensor.
 
-The mask's subgraph is read over symbols (b, h, q, k) as a predicate "key k is visible to query q" (mask_program). The
-causal and window bounds that occur in it are candidates; each claim in a MaskSpec is then proven over all integers in
-range by refuting its opposite (mask_logic). Nothing is sampled, and a proof that does not succeed is never replaced by
-an assumption: the mask tensor is passed on.
+The mask's subgraph is read over symbols (b, h, q, k) as a predicate "key k is visible to query q"
+(mask_program). The causal and window bounds that occur in it are candidates; each claim in a MaskSpec is then
+proven over all integers in range by refuting its opposite (mask_logic). Nothing is sampled, and a proof that
+does not succeed is never replaced by an assumption: the mask tensor is passed on.
 
-Assumed: sizes are integers >= 0; no size, offset or position reaches 2**40; indexing stays in bounds, as eager code
-would raise; scores are finite and far from the float range's end.
+Assumed: sizes are integers >= 0; no size, offset or position reaches 2**40; indexing stays in bounds, as
+eager code would raise; scores are finite and far from the float range's end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from . import mask_index as _mask_index  # noqa: F401  (registers its handlers)
-from . import mask_ops as _mask_ops  # noqa: F401
+from . import mask_arithmetic, mask_index  # noqa: F401  (they register their handlers)
 from .mask_effects import written
 from .mask_logic import TRUE, And, Leaf, Leq, Pred, Unknown, atoms, conj, disj, leq, linear, negate, refute
 from .mask_program import INDICES, B, H, K, Program, Q, same
@@ -37,9 +37,9 @@ class MaskSpec:
     k > q + causal_offset - window  (when window is not None; then causal_offset is not None either)
     and `tensor`, the mask node that must still be applied, lets it (when tensor is not None).
 
-    With a tensor the bounds are implied by it: applying them as well changes nothing, it only allows skipping. `tensor`
-    is always the whole mask. padding: the mask is exactly these bounds and a vector over (b, k) that is not known at
-    compile time. proof: for people.
+    With a tensor the bounds are implied by it: applying them as well changes nothing, it only allows
+    skipping. `tensor` is always the whole mask. padding: the mask is exactly these bounds and a vector over
+    (b, k) that is not known at compile time. proof: for people.
     """
 
     causal_offset: sympy.Expr | None
@@ -58,9 +58,9 @@ def prove_mask(
 ) -> MaskSpec:
     """Interpret the mask of one scaled_dot_product_attention call.
 
-    mask: its attn_mask node, of a graph whose nodes carry Dynamo's fake tensors in meta["example_value"], or None.
-    is_causal: SDPA's flag, aligned to the top left. q_len, kv_len: sizes of the query and key sequences.
-    equal: symbols that the caller knows to equal an expression (K's and V's lengths of one cache).
+    mask: its attn_mask node, of a graph whose nodes carry Dynamo's fake tensors in meta["example_value"], or
+    None. is_causal: SDPA's flag, aligned to the top left. q_len, kv_len: sizes of the query and key
+    sequences. equal: symbols that the caller knows to equal an expression (K's and V's lengths of one cache).
     The graph is not changed; no guard is added. Never raises for a mask it does not understand.
     """
     program = Program(equal or {})
@@ -138,11 +138,14 @@ class _Bounds:
 
     def pred(self) -> Pred:
         return conj(
-            TRUE if self.lower is None else leq(Q + self.lower - K), TRUE if self.upper is None else leq(K - Q - self.upper)
+            TRUE if self.lower is None else leq(Q + self.lower - K),
+            TRUE if self.upper is None else leq(K - Q - self.upper),
         )
 
 
-def _specify(mask: Node | None, visible: Pred, form: _Form, program: Program, kv_size: sympy.Expr) -> MaskSpec:
+def _specify(
+    mask: Node | None, visible: Pred, form: _Form, program: Program, kv_size: sympy.Expr
+) -> MaskSpec:
     """The strongest MaskSpec that is proven of `visible`."""
     # Symbols of dimensions of size 1 still occur in candidate bounds; they are zero.
     domain = program.domain + [s for s in (Q, K) if s not in program.sizes]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import SymInt
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
@@ -76,6 +77,7 @@ class Rewrite(Pass):
             with graph.inserting_after(created[-1] if created else after):
                 node = graph.placeholder(f"paged_{kind}_{g}_{site}")
             node.meta["example_value"] = value
+            node._dynamo_source = ConstantSource(node.name)  # type: ignore[attr-defined]  # AOTAutograd demands one
             created.append(node)
             state.new_inputs.append(NewInput(kind, g, site, node))
             return node

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,18 @@ class SiteSpec:
         return arena
 
 
+@dataclass(slots=True)
+class Holding:
+    """What the books know of one view: they must not depend on the moment at which its memory is reclaimed."""
+
+    rows: tuple[Row, ...]
+    lengths: tuple[int, ...]
+    label: str
+
+
+_serials = count()
+
+
 class View:
     """What a batch of cached tensors means at one moment: `lengths[i]` tokens of `rows[i]`, for every batch row.
 
@@ -59,13 +72,16 @@ class View:
     (virtual left padding). The rows' blocks stay allocated for as long as the view lives; the last reference to
     it gives them back. `schedule` caches the kernels' tensors for this view.
 
-    `aliases` are the views that in-place writes through this one must reach (itself included), `children` the views
-    recently derived from it, and `taken` the sites that have received this view (both kept by `tensor.derive`).
+    `aliases` are the views that in-place writes through this one must reach (itself included), and `cells` say which
+    of their batch rows are one place: positions with equal cells (None: every position is a place of its own).
+    `children` are the views recently derived from this one, and `taken` the sites that have received it or must not
+    receive it any more (all four kept by `tensor.derive`).
     """
 
     __slots__ = (
         "__weakref__",
         "aliases",
+        "cells",
         "children",
         "group",
         "label",
@@ -73,6 +89,7 @@ class View:
         "lengths",
         "rows",
         "schedule",
+        "serial",
         "taken",
     )
 
@@ -80,6 +97,7 @@ class View:
         self, group: CacheGroup, rows: tuple[Row, ...], lengths: tuple[int, ...], label: str, length: int
     ) -> None:
         """`rows` at `lengths` must be registered already, under the manager's lock."""
+        self.serial = next(_serials)
         self.group = group
         self.rows = rows
         self.lengths = lengths
@@ -87,12 +105,13 @@ class View:
         self.label = label
         self.schedule: Schedule | None = None
         self.aliases: weakref.WeakSet[View] | None = None
+        self.cells: tuple[int, ...] | None = None
         self.children: dict[Hashable, list[weakref.ref[View]]] | None = None
         self.taken: set[int] | None = None
-        group.views[id(self)] = weakref.ref(self)
+        group.holdings[self.serial] = Holding(rows, lengths, label)
 
     def __del__(self) -> None:
-        self.group.bury(id(self), self.rows, self.lengths)
+        self.group.bury(self.serial)
 
     @property
     def ragged(self) -> bool:
@@ -114,49 +133,60 @@ class CacheGroup:
     def __init__(self, sites: tuple[SiteSpec, ...], block_size: int, on_death: Callable[[], None]) -> None:
         self.sites = sites
         self.block_size = block_size
-        self.block_bytes = block_size * sum(site.token_bytes for site in sites)
+        self.token_bytes = sum(site.token_bytes for site in sites)
+        self.block_bytes = block_size * self.token_bytes
         self.pool = BlockPool()
         self.arenas = [site.new_arena(1, block_size) for site in sites]
-        self.views: dict[int, weakref.ref[View]] = {}
+        self.holdings: dict[int, Holding] = {}
         self.active = 0
         self.resizing = False
-        self._graveyard: deque[tuple[int, tuple[Row, ...], tuple[int, ...]]] = deque()
+        self._graveyard: deque[int] = deque()
         self._on_death = on_death
 
-    def bury(self, key: int, rows: tuple[Row, ...], lengths: tuple[int, ...]) -> None:
+    def bury(self, serial: int) -> None:
         """A view died. Callable from any thread at any moment, also inside the lock: it only enqueues."""
-        self._graveyard.append((key, rows, lengths))
+        self._graveyard.append(serial)
         self._on_death()
 
     def drain(self) -> None:
         """Release what dead views held."""
         graveyard = self._graveyard
         while graveyard:
-            key, rows, lengths = graveyard.popleft()
-            ref = self.views.get(key)
-            if ref is not None and ref() is None:
-                del self.views[key]
-            for row, length in zip(rows, lengths):
-                unregister(row, length, self.pool, self.block_size)
+            holding = self.holdings.pop(graveyard.popleft(), None)
+            if holding is not None:  # None: its making was interrupted
+                for row, length in zip(holding.rows, holding.lengths):
+                    unregister(row, length, self.pool, self.block_size)
 
     @property
     def has_dead(self) -> bool:
         return bool(self._graveyard)
 
-    def live_views(self) -> list[View]:
-        return [view for ref in list(self.views.values()) if (view := ref()) is not None]
-
     def live_rows(self) -> list[Row]:
-        """Distinct rows of all live views."""
-        return list({id(row): row for view in self.live_views() for row in view.rows}.values())
+        """Distinct rows of all views whose blocks are not released yet."""
+        return list({id(row): row for holding in self.holdings.values() for row in holding.rows}.values())
 
-    def rebind(self, view: View, row: Row, replacement: Row) -> None:
-        """Let `view` see `replacement` wherever it saw `row`."""
-        for length in [seen for r, seen in zip(view.rows, view.lengths) if r is row]:
-            register(replacement, length)
-            unregister(row, length, self.pool, self.block_size)
-        view.rows = tuple(replacement if r is row else r for r in view.rows)
+    def count_tokens(self) -> tuple[int, int]:
+        """Live tokens, each physical one once, and the number of blocks that more than one sequence sees."""
+        filled: dict[int, int] = {}
+        seen: dict[int, int] = {}
+        for holding in self.holdings.values():
+            for row in set(holding.rows):
+                if holding.rows.count(row) > 1:
+                    seen.update((block, 2) for block in row.blocks)
+        for row in self.live_rows():
+            for j, block in enumerate(row.blocks):
+                filled[block] = max(filled.get(block, 0), min(self.block_size, row.length - j * self.block_size))
+                seen[block] = seen.get(block, 0) + 1
+        return sum(filled.values()), sum(count > 1 for count in seen.values())
+
+    def rebind(self, view: View, position: int, row: Row) -> None:
+        """Let batch row `position` of `view` see the tokens of `row` in place of those it saw."""
+        old, seen = view.rows[position], view.lengths[position]
+        register(row, seen)
+        view.rows = (*view.rows[:position], row, *view.rows[position + 1 :])
+        self.holdings[view.serial].rows = view.rows
         view.schedule = None
+        unregister(old, seen, self.pool, self.block_size)
 
     def resize(self, num_blocks: int) -> None:
         """Replace the arenas by ones of `num_blocks` blocks, one site at a time; the pool's ids must fit both.
@@ -178,6 +208,11 @@ class CacheGroup:
             self.arenas = before  # the same number of blocks as before; what was replaced already stays so
             raise
 
+    def grow(self, capacity: int) -> None:
+        """Have `capacity` blocks in the arenas and in the pool. Obligation: `active == 0`."""
+        self.resize(capacity)
+        self.pool.grow(capacity)
+
     def shrink(self) -> int:
         """Give back the free blocks at the arenas' end; returns the number of blocks given back."""
         before = self.pool.capacity
@@ -187,26 +222,25 @@ class CacheGroup:
         return before - after
 
     def reconcile(self) -> None:
-        """Rebuild lengths, reference counts and the free list from the live views.
+        """Rebuild lengths, reference counts and the free list from the views' holdings and the arenas.
 
         For recovery when an asynchronous exception (KeyboardInterrupt) struck between two updates of the books.
         """
-        views = self.live_views()
-        rows = {id(row): row for view in views for row in view.rows}
-        for row in rows.values():
+        while self._graveyard:
+            self.holdings.pop(self._graveyard.popleft(), None)
+        rows = self.live_rows()
+        for row in rows:
             row.live = {}
-        for view in views:
-            for row, length in zip(view.rows, view.lengths):
+        for holding in self.holdings.values():
+            for row, length in zip(holding.rows, holding.lengths):
                 register(row, length)
-        for row in rows.values():
+        for row in rows:
             row.length = max(row.live)
             del row.blocks[-(-row.length // self.block_size) :]
         pool = BlockPool()
-        pool.grow(self.pool.capacity)
-        pool.claim(block for row in rows.values() for block in row.blocks)
+        pool.grow(min(arena.shape[0] for arena in self.arenas))
+        pool.claim(block for row in rows for block in row.blocks)
         self.pool = pool
-        self._graveyard.clear()
-        self.views = {id(view): weakref.ref(view) for view in views}
 
     def check(self) -> list[str]:
         """Inconsistencies of this group's books, as sentences (empty when sound)."""

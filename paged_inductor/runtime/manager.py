@@ -25,11 +25,18 @@ from .group import CacheGroup, SiteSpec, View
 from .memory import free_bytes
 from .pool import OutOfBlocks
 from .schedule import Schedule
-from .table import Row, append_rows, fork_row, register
+from .table import Row, append_rows, blocks_needed, fork_row, private_blocks, register
 
-__all__ = ["Manager", "StepViews", "manager"]
+__all__ = ["Manager", "Place", "StepViews", "manager"]
 
 T = TypeVar("T")
+Place = tuple[View, int]
+"""A batch row of a view."""
+
+
+def _row(place: Place) -> Row:
+    view, position = place
+    return view.rows[position]
 
 
 @dataclass
@@ -66,17 +73,24 @@ class Manager:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the books; on leaving, release what views that died meanwhile held."""
-        with self._lock:
-            self._drain()
-            try:
+        try:
+            with self._lock, self._reconciling():
+                self._drain()
                 yield
-            except (OutOfBlocks, KVBudgetExceeded):
-                raise  # raised with the books balanced
-            except BaseException:
-                for group in self._groups.values():
-                    group.reconcile()
-                raise
-        self._collect()
+        finally:
+            self._collect()
+
+    @contextmanager
+    def _reconciling(self) -> Iterator[None]:
+        """Rebuild the books when anything but a lack of blocks, which leaves them balanced, interrupts the caller."""
+        try:
+            yield
+        except (OutOfBlocks, KVBudgetExceeded):
+            raise
+        except BaseException:
+            for group in self._groups.values():
+                group.reconcile()
+            raise
 
     def _drain(self) -> None:
         for group in self._groups.values():
@@ -87,7 +101,8 @@ class Manager:
         """Release dead views' blocks now if nobody holds the books; else the holder does it on leaving."""
         while any(group.has_dead for group in tuple(self._groups.values())) and self._lock.acquire(blocking=False):
             try:
-                self._drain()
+                with self._reconciling():
+                    self._drain()
             finally:
                 self._lock.release()
 
@@ -120,12 +135,21 @@ class Manager:
     def _reserved(self) -> int:
         return sum((group.pool.capacity - 1) * group.block_bytes for group in self._groups.values())
 
-    def _grow(self, group: CacheGroup, shortage: int) -> None:
-        """Add at least `shortage` blocks to a group, or raise `KVBudgetExceeded` with nothing changed."""
-        while group.resizing:
-            self._idle.wait()
-            if group.pool.num_free >= shortage:
+    def _grow(self, group: CacheGroup, needed: int) -> None:
+        """Have `needed` free blocks in a group, or raise `KVBudgetExceeded` with nothing changed."""
+        with self._resizing(group):  # from here on nobody else changes what is decided here
+            if self._find(group, needed):
                 return
+            gc.collect()  # compilers leave caches of their first call in reference cycles
+            self._drain()
+            if not self._find(group, needed):
+                raise self._exceeded(group, needed - group.pool.num_free, self.budget(group.sites[0].device))
+
+    def _find(self, group: CacheGroup, needed: int) -> bool:
+        """Grow a group's arenas, at the expense of other groups' free blocks if need be; whether that sufficed."""
+        shortage = needed - group.pool.num_free
+        if shortage <= 0:
+            return True
         capacity = group.pool.capacity
         budget = self.budget(group.sites[0].device)
         wanted = max(shortage, capacity // 2)
@@ -135,21 +159,21 @@ class Manager:
                     other.shrink()
         allowed = (budget - self._reserved()) // group.block_bytes
         if allowed < shortage:
-            gc.collect()  # compilers leave caches of their first call in reference cycles
-            self._drain()
-            if group.pool.num_free >= shortage:
-                return
-            raise self._exceeded(group, shortage, budget)
-        self._resize(group, capacity + min(wanted, allowed))
+            return False
+        group.grow(capacity + min(wanted, allowed))
+        self.counters.arena_growths += 1
+        return True
 
-    def _resize(self, group: CacheGroup, capacity: int) -> None:
+    @contextmanager
+    def _resizing(self, group: CacheGroup) -> Iterator[None]:
+        """Wait until no step of `group` runs, and let none begin."""
+        while group.resizing:
+            self._idle.wait()
         group.resizing = True
         try:
             while group.active:
                 self._idle.wait()
-            group.resize(capacity)
-            group.pool.grow(capacity)
-            self.counters.arena_growths += 1
+            yield
         finally:
             group.resizing = False
             self._idle.notify_all()
@@ -158,10 +182,10 @@ class Manager:
         held: dict[str, int] = {}
         for other in self._groups.values():
             seen: set[int] = set()
-            for view in other.live_views():
-                blocks = {block for row in view.rows for block in row.blocks} - seen
+            for holding in other.holdings.values():
+                blocks = {block for row in holding.rows for block in row.blocks} - seen
                 seen |= blocks
-                held[view.label] = held.get(view.label, 0) + len(blocks) * other.block_bytes
+                held[holding.label] = held.get(holding.label, 0) + len(blocks) * other.block_bytes
         holders = sorted(held.items(), key=lambda item: -item[1])
         listing = ", ".join(f"{label}: {size / 2**20:.1f} MiB" for label, size in holders) or "nobody"
         return KVBudgetExceeded(
@@ -171,12 +195,13 @@ class Manager:
             holders,
         )
 
-    def _allocating(self, group: CacheGroup, shortage: int, attempt: Callable[[], T]) -> T:
+    def _allocating(self, group: CacheGroup, needed: Callable[[], int], attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, which allocates `needed()` blocks; arenas grow if that many are not free."""
         while True:
             try:
                 return attempt()
             except OutOfBlocks:
-                self._grow(group, max(1, shortage - group.pool.num_free))
+                self._grow(group, needed())
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -210,13 +235,15 @@ class Manager:
             changes.clear()
             return append_rows(rows, lengths, count, group.pool, block_size, copies, changes.append)
 
-        shortage = len(rows) * (-(-count // block_size) + 1)
-        new_rows, new_lengths = self._allocating(group, shortage, attempt)
+        def needed() -> int:
+            return blocks_needed(rows, lengths, count, block_size)
+
+        new_rows, new_lengths = self._allocating(group, needed, attempt)
         view = View(group, new_rows, new_lengths, label, length + count)
-        if parent is not None and parent.schedule is not None:
-            view.schedule = parent.schedule
-            parent.schedule = None
-            view.schedule.advance(count, changes)
+        if parent is not None and parent.schedule is not None and not group.active:  # no running step reads it
+            schedule, parent.schedule = parent.schedule, None
+            schedule.advance(count, changes)
+            view.schedule = schedule
         if copies:
             self.counters.copies_on_write += len(copies)
         return StepViews(view, copies)
@@ -228,31 +255,66 @@ class Manager:
                 register(row, seen)
             return View(view.group, tuple(rows), tuple(lengths), view.label, length)
 
-    def unshare(self, views: Sequence[View], row: Row, first: int, stop: int) -> list[tuple[int, int]]:
-        """Before tokens `first..stop-1` of `row` are overwritten in place through the alias family `views`.
+    def unshare(
+        self, group: CacheGroup, places: Sequence[tuple[Sequence[Place], int, int]], label: str
+    ) -> tuple[StepViews, list[tuple[Place, int]]] | None:
+        """Prepare rows of their own for places that are to be overwritten in place; None if all have them already.
 
-        If anyone outside the family sees those blocks, the family gets a row of its own in its place. Returns
-        the block copies to execute first.
+        `places` are (all (view, position) pairs that are one place and see one row, first token, stop). Returns a
+        view of the new rows with the block copies to execute, and which of its rows each place gets. Nothing has
+        changed until `rebind`: dropping the result is the rollback.
         """
+        size = group.block_size
         with self.locked():
-            group = views[0].group
-            size = group.block_size
-            inside = sum(view.rows.count(row) for view in views)
-            touched = row.blocks[first // size : -(-stop // size)]
-            if inside == sum(row.live.values()) and all(group.pool.refcount(block) == 1 for block in touched):
-                return []
+            tasks: list[tuple[Sequence[Place], Row, int, int, int]] = []
+            others: dict[int, int] = {}
+            for members, first, stop in places:
+                row = _row(members[0])
+                left = others.get(id(row), sum(row.live.values()))
+                touched = row.blocks[first // size : -(-stop // size)]
+                if left != len(members) or any(group.pool.refcount(block) != 1 for block in touched):
+                    others[id(row)] = left - len(members)
+                    longest = max(view.lengths[position] for view, position in members)
+                    tasks.append((members, row, longest, first, stop))
+            if not tasks:
+                return None
             copies: list[tuple[int, int]] = []
-            longest = max(seen for view in views for r, seen in zip(view.rows, view.lengths) if r is row)
 
-            def attempt() -> Row:
+            def attempt() -> list[Row]:
                 copies.clear()
-                return fork_row(row, longest, group.pool, size, copies, touched=first)
+                own: list[Row] = []
+                try:
+                    for _, row, longest, first, stop in tasks:
+                        own.append(fork_row(row, longest, group.pool, size, copies, first, stop))
+                except OutOfBlocks:
+                    for made in own:
+                        for block in made.blocks:
+                            group.pool.release(block)
+                    raise
+                return own
 
-            own = self._allocating(group, len(row.blocks), attempt)
-            for view in views:
-                group.rebind(view, row, own)
+            def needed() -> int:
+                return sum(len(private_blocks(longest, size, first, stop)) for _, _, longest, first, stop in tasks)
+
+            rows = self._allocating(group, needed, attempt)
+            for row in rows:
+                register(row, row.length)
+            lengths = tuple(row.length for row in rows)
+            view = View(group, tuple(rows), lengths, label, max(lengths))
             self.counters.copies_on_write += len(copies)
-            return copies
+            return StepViews(view, copies), [(place, i) for i, task in enumerate(tasks) for place in task[0]]
+
+    def rebind(self, group: CacheGroup, own: View, moves: Sequence[tuple[Place, int]]) -> None:
+        """Let places see rows of `own` in place of those they saw: all of them or, if interrupted, none."""
+        with self.locked():
+            before = [(view, view.rows) for (view, _), _ in moves]
+            try:
+                for (view, position), i in moves:
+                    group.rebind(view, position, own.rows[i])
+            except BaseException:
+                for view, rows in reversed(before):
+                    view.rows = group.holdings[view.serial].rows = rows
+                raise
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -296,32 +358,30 @@ class Manager:
         """Give the free blocks at the arenas' ends back to the operating system or device; returns the bytes."""
         freed = 0
         with self.locked():
-            for group in self._groups.values():
-                while group.resizing:
-                    self._idle.wait()
-                group.resizing = True
-                try:
-                    while group.active:
-                        self._idle.wait()
+            for group in self.groups:
+                with self._resizing(group):
                     freed += group.shrink() * group.block_bytes
-                finally:
-                    group.resizing = False
-                    self._idle.notify_all()
         return freed
 
     def count_materialization(self, name: str) -> int:
         """Add one to an operation's count of dense copies; returns the new count."""
-        with self._lock:
-            counts = self.counters.materializations
-            counts[name] = counts.get(name, 0) + 1
-            return counts[name]
+        try:
+            with self._lock:
+                counts = self.counters.materializations
+                counts[name] = counts.get(name, 0) + 1
+                return counts[name]
+        finally:
+            self._collect()
 
     def forget_unused(self) -> None:
-        """Drop the groups without live views, and the counters."""
+        """Give back the free blocks of idle groups, and forget the counters.
+
+        Groups stay known, because compiled programs hold them and may use them again.
+        """
         with self.locked():
-            self._groups = {
-                key: group for key, group in self._groups.items() if group.active or group.live_views()
-            }
+            for group in self._groups.values():
+                if not group.active and not group.resizing:
+                    group.shrink()
             self.counters = Counters()
             self._default_budget = None
 

@@ -6,7 +6,7 @@ reorders only make new views. Tokens are written once and shared by every view t
 
 Invariants (proved by `check_rows`):
 - a row's blocks hold exactly the tokens of the longest live view of it: `len(blocks) == ceil(length / block_size)`;
-- a block that is only partly filled belongs to one row; full blocks may be shared by many rows;
+- full blocks are shared by any number of rows; a partly filled one, too, after a crop, but then nobody writes to it;
 - tokens visible through a view are not overwritten by appends through another view.
 """
 
@@ -16,7 +16,16 @@ from collections.abc import Callable, Sequence
 
 from .pool import BlockPool
 
-__all__ = ["Row", "append_rows", "check_rows", "fork_row", "register", "unregister"]
+__all__ = [
+    "Row",
+    "append_rows",
+    "blocks_needed",
+    "check_rows",
+    "fork_row",
+    "private_blocks",
+    "register",
+    "unregister",
+]
 
 
 class Row:
@@ -56,29 +65,50 @@ def unregister(row: Row, length: int, pool: BlockPool, block_size: int) -> None:
 
 
 def fork_row(
-    row: Row, length: int, pool: BlockPool, block_size: int, copies: list[tuple[int, int]], touched: int
+    row: Row, length: int, pool: BlockPool, block_size: int, copies: list[tuple[int, int]], first: int, stop: int
 ) -> Row:
-    """A new row with the first `length` tokens of `row`, ready to be written from token `touched` on.
+    """A new row with the first `length` tokens of `row`, of which tokens `first .. stop-1` may be written.
 
-    Blocks wholly before token `touched` are shared; the rest (up to `length`) is allocated anew and appended to
-    `copies` as (source, destination), which the caller executes before anything is written. The new row is not
-    registered. On `OutOfBlocks` nothing stays allocated.
+    Blocks with such tokens and a partly filled tail block are allocated anew and appended to `copies` as (source,
+    destination), which the caller executes before anything is written; all other blocks are shared. The new row is
+    not registered. On `OutOfBlocks` nothing stays allocated.
     """
-    shared = min(touched, length) // block_size
-    total = -(-length // block_size)
-    blocks = row.blocks[:shared]
-    fresh: list[int] = []
+    blocks = row.blocks[: -(-length // block_size)]
+    fresh: dict[int, int] = {}
     try:
-        for _ in range(total - shared):
-            fresh.append(pool.allocate())
+        for j in private_blocks(length, block_size, first, stop):
+            fresh[j] = pool.allocate()
     except BaseException:
-        for block in fresh:
+        for block in fresh.values():
             pool.release(block)
         raise
-    for block in blocks:
-        pool.retain(block)
-    copies.extend(zip(row.blocks[shared:total], fresh))
-    return Row(blocks + fresh, length)
+    copies.extend((blocks[j], block) for j, block in fresh.items())
+    for j, block in enumerate(blocks):
+        if j in fresh:
+            blocks[j] = fresh[j]
+        else:
+            pool.retain(block)
+    return Row(blocks, length)
+
+
+def private_blocks(length: int, block_size: int, first: int, stop: int) -> list[int]:
+    """Which blocks of `length` tokens must belong to one row, if that row writes tokens `first .. stop-1`."""
+    written = range(first // block_size, -(-stop // block_size)) if first < stop else range(0)
+    tail = length // block_size
+    return [*written] if length % block_size == 0 or tail in written else [*written, tail]
+
+
+def blocks_needed(rows: Sequence[Row], lengths: Sequence[int], count: int, block_size: int) -> int:
+    """How many blocks `append_rows` will allocate."""
+    needed = 0
+    extended: set[int] = set()
+    for row, old in zip(rows, lengths):
+        needed += -(-(old + count) // block_size) - -(-old // block_size)
+        if row.length != old or id(row) in extended:
+            needed += bool(old % block_size)
+        else:
+            extended.add(id(row))
+    return needed
 
 
 def append_rows(
@@ -92,8 +122,8 @@ def append_rows(
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """Make room for `count` more tokens behind `lengths[i]` tokens of `rows[i]`, and register the longer lengths.
 
-    A row is extended in place when its view is the newest (no live view sees more); otherwise it is forked, and
-    only its partly filled tail block is copied. `on_block((i, j, block))` is called for every table entry `j` of
+    A row is extended in place when its view is the newest (no live view sees more) and its partly filled tail block
+    has no other owner; otherwise it is forked, and only the tail block is copied. `on_block((i, j, block))` is called for every table entry `j` of
     batch position `i` that differs from the old view's. All or nothing: on `OutOfBlocks` everything is undone.
     """
     new_rows: list[Row] = []
@@ -102,9 +132,10 @@ def append_rows(
         for i, row in enumerate(rows):
             old = lengths[i]
             new = old + count
-            if row.length != old:
-                row = fork_row(row, old, pool, block_size, copies, touched=old)
-                if old % block_size:
+            tail = old % block_size
+            if row.length != old or (tail and pool.refcount(row.blocks[-1]) != 1):
+                row = fork_row(row, old, pool, block_size, copies, old, old)
+                if tail:
                     on_block((i, old // block_size, row.blocks[-1]))
             blocks = row.blocks
             row.length = new
@@ -132,10 +163,8 @@ def check_rows(rows: Sequence[Row], pool: BlockPool, block_size: int) -> list[st
             faults.append(f"a row of {row.length} tokens is seen up to token {longest}")
         if len(row.blocks) != -(-row.length // block_size):
             faults.append(f"a row of {row.length} tokens has {len(row.blocks)} blocks of {block_size}")
-        for j, block in enumerate(row.blocks):
+        for block in row.blocks:
             owners[block] = owners.get(block, 0) + 1
-            if (j + 1) * block_size > row.length and pool.refcount(block) != 1:
-                faults.append(f"the partly filled block {block} has {pool.refcount(block)} owners, not 1")
     for block, count in owners.items():
         if pool.refcount(block) != count:
             faults.append(f"block {block} is in {count} row(s) but has {pool.refcount(block)} owners")

@@ -101,6 +101,10 @@ class PagedTensor(Tensor):
         _require_own_backend()
         return inner["_stand_in"].new_empty_strided(outer_size, outer_stride)
 
+    def _is_view(self) -> bool:
+        """Never a view to torch's bookkeeping: slices of handles are handles of their own, with no base to rebuild."""
+        return False
+
     # -- eager -----------------------------------------------------------------------------------------------
 
     @classmethod

@@ -1,0 +1,70 @@
+"""`explain()`: what was found in a model's graphs, what is paged, and why the rest is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import reports
+from .compiling import compile_paged
+from .passes import GraphReport, SiteReport
+from .patch import PagedForward, is_paged
+
+__all__ = ["Explanation", "explain"]
+
+_COLUMNS = ("graph", "site", "layout", "cache", "mask", "paged", "bytes/token", "why")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One `GraphReport` per compiled graph. `print` it for a table; `.sites` lists all sites of all graphs."""
+
+    graphs: tuple[GraphReport, ...]
+
+    @property
+    def sites(self) -> tuple[SiteReport, ...]:
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    def as_json(self) -> str:
+        return json.dumps([asdict(graph) for graph in self.graphs], indent=1)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "no graph was compiled: the call ran eagerly, or was not made yet"
+        rows: list[Sequence[str]] = [_COLUMNS]
+        for number, graph in enumerate(self.graphs, 1):
+            if graph.note:
+                rows.append((str(number), "(whole graph)", "", "", "", "no", "", graph.note))
+            rows += [(str(number), *_cells(site)) for site in graph.sites]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        paged = sum(site.paged for site in self.sites)
+        lines.append(f"{paged} of {len(self.sites)} sites paged in {len(self.graphs)} graph(s)")
+        return "\n".join(lines)
+
+
+def _cells(site: SiteReport) -> tuple[str, ...]:
+    paged = "yes" if site.paged else "no"
+    return (site.site, site.layout, site.form, site.mask, paged, str(site.bytes_per_token or ""), site.reason)
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What the passes find in `model`.
+
+    With arguments, the model is called once with them, without gradients, through a fresh compilation of its own
+    (graphs run eagerly, so it is quick); caches among the arguments are used as any call would use them. Without
+    arguments, `model` must be paged: all its graphs compiled so far are explained.
+    """
+    if not args and not kwargs and isinstance(model, nn.Module) and is_paged(model):
+        return Explanation(tuple(reports.published(model.forward.options["label"])))
+    function = model
+    if isinstance(model, nn.Module):
+        function = type(model).forward.__get__(model) if isinstance(model.forward, PagedForward) else model.forward
+    with reports.collect() as found, torch.no_grad():
+        compile_paged(function, {"inner": "eager", "label": "explain"})(*args, **kwargs)
+    return Explanation(tuple(found))
