@@ -6,7 +6,6 @@ Needs a process whose kernels are compiled, not interpreted (no TRITON_INTERPRET
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,10 @@ POINTER_TYPES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes; registers, spills and stack are None where the target does not report them."""
+    """What one compiled kernel takes; None where the target does not report it.
+
+    `local_accesses` counts the loads and stores of local memory in the machine code: spills, mostly.
+    """
 
     shared_bytes: int
     registers: int | None = None
@@ -46,16 +48,11 @@ class Resources:
     local_accesses: int | None = None
 
 
-def compile_launches(launches: Iterable[Launch], target: str) -> dict[str, Resources]:
-    """Compile launches for a name in TARGETS; resources by kernel name. Raises where a kernel does not compile."""
-    return {launch.kernel.__name__: compile_launch(launch, target) for launch in launches}
-
-
 def compile_launch(launch: Launch, target: str) -> Resources:
     """Compile one launch for a name in TARGETS, specialised as its first run would be."""
     if INTERPRETED:
         raise KernelInputError(
-            "TRITON_INTERPRET is set, so kernels are interpreted; allowed: unset; compile in a process without it"
+            "TRITON_INTERPRET is set, kernels are interpreted; allowed: unset; use a process without it"
         )
     if target not in TARGETS:
         raise KernelInputError(f"target is {target!r}; allowed: {', '.join(TARGETS)}; add it to TARGETS")
@@ -74,13 +71,14 @@ def _source(launch: Launch) -> ASTSource:
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
         specialised = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (specialised and type(value) is int and value == 1):
+        is_one = specialised and isinstance(value, int) and value == 1
+        if parameter.is_constexpr or value is None or is_one:
             signature[name] = "constexpr"
             constants[name] = value
             continue
         signature[name] = _type_name(value)
-        aligned = value.data_ptr() % 16 == 0 if isinstance(value, Tensor) else type(value) is int and value % 16 == 0
-        if specialised and aligned:
+        number = value.data_ptr() if isinstance(value, Tensor) else value
+        if specialised and isinstance(number, int) and number % 16 == 0:
             attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)
 

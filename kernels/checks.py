@@ -101,8 +101,8 @@ def launchable(value: Tensor, interpreted: bool) -> None:
     if value.is_cuda or interpreted:
         return
     raise KernelInputError(
-        f"the tensors are on {value.device}; allowed: a CUDA or ROCm device; move them there, call the twin in "
-        "kernels.reference, or set TRITON_INTERPRET=1 before importing triton"
+        f"the tensors are on {value.device}; allowed: a CUDA or ROCm device; move them there, call the twin "
+        "in kernels.reference, or set TRITON_INTERPRET=1 before importing triton"
     )
 
 

@@ -1,7 +1,7 @@
 """Launch configurations of the attention kernels, as data: the static choice first, then what tuning may try.
 
-An entry is (tile_m, tile_n, num_warps, num_buffers). The first entry that survives pruning neither spills nor uses
-local memory on sm_80 and sm_90 (tests/kernels/test_aot.py holds this for representative problems).
+An entry is (tile_m, tile_n, num_warps, num_buffers). The first one that survives pruning uses no local memory
+on sm_80 and sm_90; tests/kernels/test_kernel_aot.py holds this for representative problems.
 """
 
 import triton
@@ -75,12 +75,13 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
 def _configs(
     problem: AttentionProblem, limits: DeviceLimits, entries: tuple[Entry, ...]
 ) -> list[LaunchConfig]:
-    """Drop tiles more than half empty and buffers that overflow shared memory; the interpreter has one choice."""
+    """Drop tiles more than half empty and buffers that overflow shared memory; one choice if interpreted."""
     if INTERPRETED:
         return [LaunchConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1)]
     rows = bucket(problem.packed_rows, 16, 128)
-    kept = [entry for entry in entries if entry[0] <= rows and _shared_bytes(problem, entry) <= limits.shared_bytes]
-    return [_config(entry, limits) for entry in kept or [min(entries, key=lambda e: _shared_bytes(problem, e))]]
+    needs = {entry: _shared_bytes(problem, entry) for entry in entries}
+    kept = [entry for entry in entries if entry[0] <= rows and needs[entry] <= limits.shared_bytes]
+    return [_config(entry, limits) for entry in kept or [min(entries, key=needs.__getitem__)]]
 
 
 def _shared_bytes(problem: AttentionProblem, entry: Entry) -> int:
@@ -92,5 +93,6 @@ def _shared_bytes(problem: AttentionProblem, entry: Entry) -> int:
 
 def _config(entry: Entry, limits: DeviceLimits) -> LaunchConfig:
     """A page's address comes from a load of its own: the CUDA pipeliner spends two stages on each buffer."""
-    *tiles, num_buffers = entry
-    return LaunchConfig(*tiles, num_stages=2 * num_buffers + 1 if limits.arch else num_buffers)
+    tile_m, tile_n, num_warps, num_buffers = entry
+    num_stages = 2 * num_buffers + 1 if limits.arch else num_buffers
+    return LaunchConfig(tile_m, tile_n, num_warps, num_stages)

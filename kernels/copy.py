@@ -74,9 +74,11 @@ def gather_kernel(
     d_offs = tl.arange(0, TILE_D)  # [TILE_D]
     d_mask = (d_offs < HEAD_DIM)[None, :]  # [1, TILE_D]
     table_ptr = block_table_ptr + batch * table_batch_stride
-    block_ids = load_block_ids(table_ptr, table_block_stride, tokens, token_mask, BLOCK_SIZE, True)  # [TILE_T]
+    # [TILE_T]
+    block_ids = load_block_ids(table_ptr, table_block_stride, tokens, token_mask, BLOCK_SIZE, True)
     arena_offs = block_ids * arena_block_stride + tokens % BLOCK_SIZE * arena_slot_stride  # [TILE_T]
-    arena_ptrs = arena_ptr + head * arena_head_stride + arena_offs[:, None] + d_offs[None, :] * arena_dim_stride
+    arena_ptrs = arena_ptr + head * arena_head_stride
+    arena_ptrs += arena_offs[:, None] + d_offs[None, :] * arena_dim_stride
     tile = tl.load(arena_ptrs, mask=token_mask[:, None] & d_mask, other=0.0)  # [TILE_T, TILE_D]
     out_ptrs = out_ptr + batch * out_batch_stride + head * out_head_stride
     out_ptrs += keys.to(tl.int64)[:, None] * out_key_stride + d_offs[None, :] * out_dim_stride
@@ -133,7 +135,7 @@ def gather(
     *,
     allocate: Allocator = torch.empty,
 ) -> Tensor:
-    """Dense copy [B, H_kv, kv_len, D] of a batch's pages, zeros at virtual padding (keys before a row's first).
+    """Dense copy [B, H_kv, kv_len, D] of a batch's pages, zeros at virtual padding.
 
     `allocate(shape, dtype=, device=)` provides the output. Raises KernelInputError or KernelTypeError.
     """

@@ -1,4 +1,4 @@
-"""Decode attention, split over the keys: each program reads a share of one row's pages, a second kernel merges."""
+"""Split-KV decode attention: each program reads a share of one row's pages, a second kernel merges."""
 
 import torch
 import triton
@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import autotune, configs, prefill
-from .common import attend_packed, exponential, finite_max
+from .attend import attend_packed
+from .common import exponential, finite_max
 from .launch import Allocator, Launch, LaunchConfig, device_limits
 from .problem import AttentionProblem, pointer
 
@@ -47,7 +48,8 @@ def decode_kernel(
     packed_rows,
     num_kv_heads,
     partial_ptr,
-    partial_lse_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -68,7 +70,7 @@ def decode_kernel(
     first_row = pid % num_tiles * TILE_M
     kv_head = pid // num_tiles % num_kv_heads
     batch = pid // num_tiles // num_kv_heads
-    out, lse = attend_packed(
+    out, row_max, row_sum = attend_packed(
         q_ptr,
         q_batch_stride,
         q_head_stride,
@@ -123,13 +125,15 @@ def decode_kernel(
     flat = ((pid // num_tiles).to(tl.int64) * packed_rows + rows) * NUM_SPLITS + split  # [TILE_M]
     partial_ptrs = partial_ptr + flat[:, None] * V_HEAD_DIM + dv_offs[None, :]
     tl.store(partial_ptrs, out, mask=row_mask[:, None] & (dv_offs < V_HEAD_DIM)[None, :])
-    tl.store(partial_lse_ptr + flat, lse, mask=row_mask)
+    tl.store(partial_max_ptr + flat, row_max, mask=row_mask)
+    tl.store(partial_sum_ptr + flat, row_sum, mask=row_mask)
 
 
 @triton.jit
 def merge_kernel(
     partial_ptr,
-    partial_lse_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
     out_ptr,
     out_batch_stride,
     out_head_stride,
@@ -151,8 +155,9 @@ def merge_kernel(
     dv_offs = tl.program_id(1) * TILE_DV + tl.arange(0, TILE_DV)  # [TILE_DV]
     dv_mask = dv_offs < V_HEAD_DIM
 
-    lse = tl.load(partial_lse_ptr + pid * NUM_SPLITS + splits)  # [NUM_SPLITS]
-    weights = exponential(lse - finite_max(tl.max(lse, 0)), HAS_BIAS)  # [NUM_SPLITS]
+    split_max = tl.load(partial_max_ptr + pid * NUM_SPLITS + splits)  # [NUM_SPLITS]
+    split_sum = tl.load(partial_sum_ptr + pid * NUM_SPLITS + splits)  # [NUM_SPLITS]
+    weights = split_sum * exponential(split_max - finite_max(tl.max(split_max, 0)), HAS_BIAS)  # [NUM_SPLITS]
     partial_ptrs = partial_ptr + (pid * NUM_SPLITS + splits)[:, None] * V_HEAD_DIM + dv_offs[None, :]
     partial = tl.load(partial_ptrs, mask=dv_mask[None, :], other=0.0)  # [NUM_SPLITS, TILE_DV]
     total = tl.sum(weights, 0)
@@ -174,7 +179,8 @@ def plan(
     new = {"dtype": torch.float32, "device": out.device}
     partial: dict[str, object] = {
         "partial_ptr": allocate((num_rows, num_splits, problem.v_head_dim), **new),
-        "partial_lse_ptr": allocate((num_rows, num_splits), **new),
+        "partial_max_ptr": allocate((num_rows, num_splits), **new),
+        "partial_sum_ptr": allocate((num_rows, num_splits), **new),
         "NUM_SPLITS": num_splits,
     }
     arguments = problem.kernel_arguments()

@@ -26,9 +26,9 @@ def attention(
 
     Row b holds `seq_lens[b]` tokens and is virtually left padded to `kv_len`: its token t is logical key
     t + kv_len - seq_lens[b]. Key k is visible to query i (0..Q-1) if it is a token of the row, and
-    k <= i + causal_offset, and k > i + causal_offset - window. With `mask`, broadcastable to [B, H_q, Q, kv_len]
-    (bool: True is visible; float: added to the scaled score), virtual padding takes part as zero keys and values
-    where the mask admits it. A query that sees nothing gives zeros.
+    k <= i + causal_offset, and k > i + causal_offset - window. With `mask`, broadcastable to
+    [B, H_q, Q, kv_len] (bool: True is visible; float: added to the scaled score), virtual padding takes part
+    as zero keys and values where the mask admits it. A query that sees nothing gives zeros.
 
     The caller keeps every `seq_lens[b]` within kv_len and the block table within the arenas. `allocate(shape,
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.

@@ -1,4 +1,4 @@
-"""A kernel launch as a value: what a wrapper runs, the tuner times and the ahead-of-time compiler compiles."""
+"""A kernel launch as a value: wrappers run it, the tuner times it, ahead-of-time compilation reads it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

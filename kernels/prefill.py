@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import autotune, configs
-from .common import attend_packed
+from .attend import attend_packed
 from .launch import Launch, LaunchConfig, device_limits
 from .problem import AttentionProblem, pointer
 
@@ -69,7 +69,7 @@ def prefill_kernel(
     first_row = (num_tiles - 1 - pid % num_tiles) * TILE_M
     kv_head = pid // num_tiles % num_kv_heads
     batch = pid // num_tiles // num_kv_heads
-    out, _ = attend_packed(
+    out, _, _ = attend_packed(
         q_ptr,
         q_batch_stride,
         q_head_stride,

@@ -127,7 +127,7 @@ class AttentionProblem:
 
 
 def pointer(name: str, value: Tensor | None, dims: tuple[str, ...]) -> dict[str, object]:
-    """`{name}_ptr` and one `{name}_{dim}_stride` per dim; an absent tensor has no pointer and zero strides."""
+    """`{name}_ptr` and a `{name}_{dim}_stride` per dim; an absent tensor has no pointer and zero strides."""
     strides = value.stride() if value is not None else (0,) * len(dims)
     return {f"{name}_ptr": value, **{f"{name}_{dim}_stride": s for dim, s in zip(dims, strides, strict=True)}}
 
@@ -156,8 +156,8 @@ def attention_problem(
     num_heads, num_kv_heads = q.shape[1], k_arena.shape[1]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise KernelInputError(
-            f"q has {num_heads} heads, the arenas have {num_kv_heads}; allowed: a multiple of the arenas' heads; "
-            "pass q as [B, H_q, Q, D]"
+            f"q has {num_heads} heads, the arenas have {num_kv_heads}; allowed: a multiple of the arenas' "
+            "heads; pass q as [B, H_q, Q, D]"
         )
     checks.context_length(kv_len, width, k_arena.shape[2])
     if not isinstance(scale, (int, float)):
@@ -196,6 +196,7 @@ def _expand_mask(mask: Tensor, q: Tensor, kv_len: int) -> Tensor:
     full = (*q.shape[:3], kv_len)
     if any(got not in (1, want) for got, want in zip(mask.shape, full, strict=True)):
         raise KernelInputError(
-            f"mask has shape {tuple(mask.shape)}; allowed: {full} where any dim may be 1; slice or unsqueeze it"
+            f"mask has shape {tuple(mask.shape)}; allowed: {full} where any dim may be 1; "
+            "slice or unsqueeze it"
         )
     return mask.expand(full)

@@ -1,7 +1,7 @@
 """Plain-torch twins of the host wrappers: the truth in tests, and the eager implementation on CPU.
 
-Each takes its wrapper's arguments; `compute_dtype` is the dtype of the arithmetic. No twin reads a tensor back to
-the host except the writes, and none loops over tokens.
+Each takes its wrapper's arguments; `compute_dtype` is the dtype of the arithmetic. None loops over tokens;
+only the writes read a tensor back to the host.
 """
 
 import torch
@@ -29,13 +29,13 @@ def attention(
     problem = attention_problem(
         q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask
     )
-    batch, num_heads, q_len, v_head_dim = problem.out_shape
+    batch, num_heads, q_len, _ = problem.out_shape
     packed = (batch, problem.num_kv_heads, problem.packed_rows)
     k = _gather(k_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, D]
     v = _gather(v_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, Dv]
     rows = q.reshape(*packed, problem.head_dim).to(compute_dtype)  # [B, H_kv, GROUP * Q, D]
     scores = (rows @ k.mT).mul_(scale).view(batch, num_heads, q_len, kv_len)
-    if problem.has_bias:
+    if problem.mask is not None and problem.has_bias:
         scores += problem.mask
     visible = _visible(problem)
     if visible is not None:

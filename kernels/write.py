@@ -43,7 +43,8 @@ def write_tile(
     new_ptrs += sources[:, None] * new_token_stride + d_offs[None, :] * new_dim_stride
     new = tl.load(new_ptrs, mask=mask & (sources < num_new)[:, None], other=0.0)
     arena_offs = block_ids * arena_block_stride + tokens % BLOCK_SIZE * arena_slot_stride  # [TILE_T]
-    arena_ptrs = arena_ptr + head * arena_head_stride + arena_offs[:, None] + d_offs[None, :] * arena_dim_stride
+    arena_ptrs = arena_ptr + head * arena_head_stride
+    arena_ptrs += arena_offs[:, None] + d_offs[None, :] * arena_dim_stride
     tl.store(arena_ptrs, new, mask=mask)
 
 
@@ -96,7 +97,8 @@ def cache_write_kernel(
     tokens = first_new + tl.program_id(1) * TILE_T + tl.arange(0, TILE_T)  # [TILE_T]
     token_mask = (tokens >= 0) & (tokens < write_end)
     table_ptr = block_table_ptr + batch * table_batch_stride
-    block_ids = load_block_ids(table_ptr, table_block_stride, tokens, token_mask, BLOCK_SIZE, True)  # [TILE_T]
+    # [TILE_T]
+    block_ids = load_block_ids(table_ptr, table_block_stride, tokens, token_mask, BLOCK_SIZE, True)
     token_mask = token_mask & (block_ids != 0)
     write_tile(
         k_arena_ptr,
@@ -186,9 +188,9 @@ def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tenso
     """Write new [B, H_kv, n, D] into the pages of each row, in place.
 
     Row b's tokens go to row positions seq_lens[b] - n .. seq_lens[b] - 1; `seq_lens` already counts them.
-    Positions below zero (virtual padding) are skipped. The slots after the last token are zeroed in a block whose
-    slot 0 this call writes. A write that the table sends to block 0, the zero page, is dropped. The caller owns
-    every block written and shares none of them. Raises KernelInputError or KernelTypeError.
+    Positions below zero (virtual padding) are skipped. The slots after the last token are zeroed in a block
+    whose slot 0 this call writes. A write that the table sends to block 0, the zero page, is dropped. The
+    caller owns every block written and shares none of them. Raises KernelInputError or KernelTypeError.
     """
     batch, _ = checks.table(block_table, seq_lens, checks.arena("arena", arena))
     checks.write("new", arena, new, batch)

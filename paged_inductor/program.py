@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class PagedProgram:
         self._dense_outputs = state.dense_outputs
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         self._warned = False
+        self._ran = False
         inputs = [make_dense(examples[i]) for i in self._kept]
         self._run = compiler(state.gm, inputs + [new.node.meta["example_value"] for new in state.new_inputs])
 
@@ -135,6 +137,9 @@ class PagedProgram:
         finally:
             del inputs
             runtime.end(self._groups)
+        if not self._ran:
+            self._ran = True
+            gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
         return self._results(dense, steps)
 
     def _results(self, dense: Sequence[Any], steps: Sequence[StepViews]) -> tuple[Any, ...]:

@@ -65,11 +65,13 @@ class MatchAttention(Pass):
         for layout in ("BHSD", "BSHD"):
             found = trace_heads(operand, lambda n: n in axes or n in returned, lambda n: axes.get(n, layout))
             if isinstance(found, str):
-                return found
+                reason = reason or found
+                continue
             node, heads = found
-            reason = _fault(node, heads, axes.get(node, layout), heads_q, enable_gqa)
-            if not reason:
+            fault = _fault(node, heads, axes.get(node, layout), heads_q, enable_gqa)
+            if not fault:
                 return node, axes.get(node, layout)
+            reason = reason or fault
         return reason
 
 

@@ -66,11 +66,12 @@ def prove_mask(
     program = Program(equal or {})
     q_size, kv_size = program.size(q_len), program.size(kv_len)
     program.sizes = {s: n for s, n in ((Q, q_size), (K, kv_size)) if n != 1}
+    if mask is None and not is_causal:
+        return MaskSpec(None, None, False, None, "none")
     if mask is None:
-        if not is_causal:
-            return MaskSpec(None, None, False, None, "none")
-        query, key = _index(Q, q_size), _index(K, kv_size)
-        return _specify(None, leq(key - query), _Form(), program, kv_size)
+        if refute([leq(_index(Q, q_size) - _index(K, kv_size) + 1)], program.domain):
+            return MaskSpec(None, None, False, None, "every key visible")
+        return MaskSpec(sympy.S.Zero, None, False, None, "causal, offset 0")
     try:
         if is_causal:
             raise NotUnderstood("is_causal together with a mask")
@@ -143,9 +144,7 @@ class _Bounds:
         )
 
 
-def _specify(
-    mask: Node | None, visible: Pred, form: _Form, program: Program, kv_size: sympy.Expr
-) -> MaskSpec:
+def _specify(mask: Node, visible: Pred, form: _Form, program: Program, kv_size: sympy.Expr) -> MaskSpec:
     """The strongest MaskSpec that is proven of `visible`."""
     # Symbols of dimensions of size 1 still occur in candidate bounds; they are zero.
     domain = program.domain + [s for s in (Q, K) if s not in program.sizes]

@@ -7,5 +7,6 @@
 from .group import CacheGroup, SiteSpec, View
 from .manager import Manager, StepViews, manager
 from .schedule import Schedule
+from .table import Row
 
-__all__ = ["CacheGroup", "Manager", "Schedule", "SiteSpec", "StepViews", "View", "manager"]
+__all__ = ["CacheGroup", "Manager", "Row", "Schedule", "SiteSpec", "StepViews", "View", "manager"]

@@ -135,15 +135,15 @@ class Manager:
     def _reserved(self) -> int:
         return sum((group.pool.capacity - 1) * group.block_bytes for group in self._groups.values())
 
-    def _grow(self, group: CacheGroup, needed: int) -> None:
-        """Have `needed` free blocks in a group, or raise `KVBudgetExceeded` with nothing changed."""
-        with self._resizing(group):  # from here on nobody else changes what is decided here
-            if self._find(group, needed):
+    def _grow(self, group: CacheGroup, needed: Callable[[], int]) -> None:
+        """Have `needed()` free blocks in a group, or raise `KVBudgetExceeded` with nothing changed."""
+        with self._resizing(group):  # the lock is not given up any more from here on
+            if self._find(group, needed()):
                 return
             gc.collect()  # compilers leave caches of their first call in reference cycles
             self._drain()
-            if not self._find(group, needed):
-                raise self._exceeded(group, needed - group.pool.num_free, self.budget(group.sites[0].device))
+            if not self._find(group, needed()):
+                raise self._exceeded(group, needed() - group.pool.num_free, self.budget(group.sites[0].device))
 
     def _find(self, group: CacheGroup, needed: int) -> bool:
         """Grow a group's arenas, at the expense of other groups' free blocks if need be; whether that sufficed."""
@@ -201,7 +201,7 @@ class Manager:
             try:
                 return attempt()
             except OutOfBlocks:
-                self._grow(group, needed())
+                self._grow(group, needed)
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Manager:
             return append_rows(rows, lengths, count, group.pool, block_size, copies, changes.append)
 
         def needed() -> int:
-            return blocks_needed(rows, lengths, count, block_size)
+            return blocks_needed(rows, lengths, count, group.pool, block_size)
 
         new_rows, new_lengths = self._allocating(group, needed, attempt)
         view = View(group, new_rows, new_lengths, label, length + count)

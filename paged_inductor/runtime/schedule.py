@@ -57,7 +57,7 @@ class Schedule:
         return torch.frombuffer(host, dtype=torch.int32).to(self._device)
 
     def advance(self, count: int, changes: Sequence[tuple[int, int, int]]) -> None:
-        """Every row got `count` tokens longer, and entry `j` of row `i` became `block` for (i, j, block) in `changes`."""
+        """Every row got `count` tokens longer; for (i, j, block) in `changes`, entry `j` of row `i` became `block`."""
         lens = self._lens
         for i in range(len(lens)):
             lens[i] += count

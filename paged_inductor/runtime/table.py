@@ -98,17 +98,22 @@ def private_blocks(length: int, block_size: int, first: int, stop: int) -> list[
     return [*written] if length % block_size == 0 or tail in written else [*written, tail]
 
 
-def blocks_needed(rows: Sequence[Row], lengths: Sequence[int], count: int, block_size: int) -> int:
+def blocks_needed(rows: Sequence[Row], lengths: Sequence[int], count: int, pool: BlockPool, block_size: int) -> int:
     """How many blocks `append_rows` will allocate."""
     needed = 0
     extended: set[int] = set()
     for row, old in zip(rows, lengths):
         needed += -(-(old + count) // block_size) - -(-old // block_size)
-        if row.length != old or id(row) in extended:
+        if id(row) in extended or _must_fork(row, old, pool, block_size):
             needed += bool(old % block_size)
         else:
             extended.add(id(row))
     return needed
+
+
+def _must_fork(row: Row, length: int, pool: BlockPool, block_size: int) -> bool:
+    """Whether tokens behind the first `length` of `row` are seen by others, here or in a shared tail block."""
+    return row.length != length or (length % block_size != 0 and pool.refcount(row.blocks[-1]) != 1)
 
 
 def append_rows(
@@ -123,8 +128,9 @@ def append_rows(
     """Make room for `count` more tokens behind `lengths[i]` tokens of `rows[i]`, and register the longer lengths.
 
     A row is extended in place when its view is the newest (no live view sees more) and its partly filled tail block
-    has no other owner; otherwise it is forked, and only the tail block is copied. `on_block((i, j, block))` is called for every table entry `j` of
-    batch position `i` that differs from the old view's. All or nothing: on `OutOfBlocks` everything is undone.
+    has no other owner; otherwise it is forked, and only the tail block is copied. `on_block((i, j, block))` is called
+    for every table entry `j` of batch position `i` that differs from the old view's. All or nothing: on `OutOfBlocks`
+    everything is undone.
     """
     new_rows: list[Row] = []
     new_lengths: list[int] = []
@@ -132,10 +138,9 @@ def append_rows(
         for i, row in enumerate(rows):
             old = lengths[i]
             new = old + count
-            tail = old % block_size
-            if row.length != old or (tail and pool.refcount(row.blocks[-1]) != 1):
+            if _must_fork(row, old, pool, block_size):
                 row = fork_row(row, old, pool, block_size, copies, old, old)
-                if tail:
+                if old % block_size:
                     on_block((i, old // block_size, row.blocks[-1]))
             blocks = row.blocks
             row.length = new

@@ -40,7 +40,7 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
         if axis == "B" and all(isinstance(part, PagedTensor) and part._form is first._form for part in parts):
             view = derive.merge([part._view for part in parts], [part._form.site for part in parts])
             return PagedTensor(view, first._form)
-    return HANDLERS[None](func, tensors, dim)  # type: ignore[index]
+    return HANDLERS[None](func, tensors, dim)
 
 
 def _fits(handle: PagedTensor, new: Tensor, dim: int) -> bool:
@@ -73,3 +73,4 @@ def store(step: StepViews, site: int, new: Tensor, count: int) -> None:
     with torch.no_grad(), manager().using(group):
         ops.execute_copies(group.arenas, step.copies)
         ops.cache_write(group.arenas[site], new, step_plan(view, count))
+    derive.filled(view, site)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from .. import ops
 from ..runtime import manager
 from .handle import HANDLERS, PagedTensor, handles
-from .materialize import step_plan
+from .materialize import shown, step_plan
 
 __all__: list[str] = []
 
@@ -40,7 +40,8 @@ def sdpa(
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out
-    return HANDLERS[None](  # type: ignore[index]
+    attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
+    return HANDLERS[None](
         func, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
@@ -61,7 +62,8 @@ def flash_for_cpu(
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out, out.new_empty(0)
-    return HANDLERS[None](func, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)  # type: ignore[index]
+    attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
+    return HANDLERS[None](func, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
 
 
 @handles(aten._scaled_dot_product_attention_math.default)
@@ -81,7 +83,8 @@ def sdpa_math(
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out, out.new_empty(0)
-    return HANDLERS[None](  # type: ignore[index]
+    attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
+    return HANDLERS[None](
         func, query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
     )
 
@@ -118,3 +121,20 @@ def _paged(
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             causal_offset=0 if is_causal else None,
         )
+
+
+def _without_padding(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """For attention on dense copies: the mask that hides a ragged key's virtual padding, where no mask decides."""
+    if attn_mask is not None or not isinstance(key, PagedTensor) or not key._view.ragged:
+        return attn_mask, is_causal
+    view = key._view
+    spec = view.group.sites[key._form.site]
+    pad = torch.tensor([view.length - seen for seen in view.lengths], device=key.device)
+    token = torch.arange(view.length, device=key.device) >= pad[:, None]
+    visible = token[:, None, :, None].expand(-1, spec.heads, -1, spec.head_dim)
+    visible = shown(visible, key._form)[..., :1, :, :1].transpose(-2, -1)  # B 1 1 S
+    if is_causal:
+        visible = visible & torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device).tril()
+    return visible, False

@@ -7,39 +7,68 @@ was done; the next layer that does the same receives the same child, once per la
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from itertools import count as counter
 
+from .. import ops
 from .._errors import PoolMismatchError
-from ..runtime import StepViews, View, manager
+from ..runtime import Row, StepViews, View, manager
 
-__all__ = ["append_view", "crop", "fork", "merge", "select"]
+__all__ = ["append_view", "crop", "expanded", "filled", "fork", "locked", "merge", "places", "select", "written"]
 
 _REMEMBERED = 8  # distinct children of one view that are still looked for
+_cells = counter()
+
+locked = threading.RLock()
+"""Held while a view's children, aliases or cells are read or changed; taken before the manager's lock, never after."""
 
 
-def _child(parent: View, site: int, key: Hashable, make: Callable[[], View], alias: bool = False) -> View:
+def _child(
+    parent: View,
+    site: int,
+    key: Hashable,
+    make: Callable[[], View],
+    alias: Sequence[int] | None = None,
+    rows: tuple[Row, ...] | None = None,
+) -> View:
     """The child of `parent` made by `key` that `site` has not received yet; else a new one from `make`.
 
     Two calls for one site are two tensors, which must not see each other's in-place writes: they get two children,
-    unless they are `alias`es by PyTorch's rules, too.
+    unless they are aliases by PyTorch's rules, too: `alias` are the positions of the parent's rows that an aliasing
+    child shows. `rows`: what the child must still see to be the one that is looked for.
     """
+    with locked:
+        return _locked_child(parent, site, (key, alias is not None), make, alias, rows)
+
+
+def _locked_child(
+    parent: View,
+    site: int,
+    key: Hashable,
+    make: Callable[[], View],
+    alias: Sequence[int] | None,
+    rows: tuple[Row, ...] | None,
+) -> View:
     children = parent.children
     if children is None:
         children = parent.children = {}
     for ref in children.get(key, ()):
         view = ref()
-        if view is not None and (alias or site not in view.taken):
-            view.taken.add(site)
-            return view
+        if view is None or (alias is None and site in view.taken) or (rows is not None and view.rows != rows):
+            continue
+        view.taken.add(site)
+        return view
     view = make()
     view.taken = {site}
-    if alias:
-        family = parent.aliases
-        if family is None:
-            family = parent.aliases = weakref.WeakSet((parent,))
-        family.add(view)
-        view.aliases = family
+    if alias is not None:
+        if parent.aliases is None:
+            parent.aliases = weakref.WeakSet((parent,))
+            parent.cells = tuple(next(_cells) for _ in parent.rows)
+        view.cells = tuple(parent.cells[i] for i in alias)
+        view.aliases = parent.aliases
+        view.aliases.add(view)
     alive = [ref for ref in children.pop(key, ()) if ref() is not None]
     children[key] = [*alive[-_REMEMBERED:], weakref.ref(view)]
     while len(children) > _REMEMBERED:
@@ -55,7 +84,7 @@ def crop(view: View, site: int, length: int) -> View:
         lengths = [max(0, length - p) for p in pad]
         return manager().derive(view, view.rows, lengths, length)
 
-    return view if length == view.length else _child(view, site, ("crop", length), make, alias=True)
+    return view if length == view.length else _child(view, site, ("crop", length), make, range(len(view.rows)))
 
 
 def select(view: View, site: int, rows: Sequence[int], alias: bool) -> View:
@@ -65,7 +94,7 @@ def select(view: View, site: int, rows: Sequence[int], alias: bool) -> View:
         picked = [view.rows[i] for i in rows]
         return manager().derive(view, picked, [view.lengths[i] for i in rows], view.length)
 
-    return _child(view, site, ("select", *rows), make, alias)
+    return _child(view, site, ("select", *rows), make, rows if alias else None)
 
 
 def fork(view: View, site: int) -> View:
@@ -85,20 +114,62 @@ def merge(views: Sequence[View], sites: Sequence[int]) -> View:
             "the caches belong to different block pools or layers, so their rows cannot become one batch: join caches "
             "of one model and one layer, or join dense copies with tensor.dense()"
         )
-    rows = [row for view in views for row in view.rows]
+    rows = tuple(row for view in views for row in view.rows)
     lengths = [seen for view in views for seen in view.lengths]
     length = max(view.length for view in views)
-    key = ("merge", *((id(row), seen) for row, seen in zip(rows, lengths)))  # the child keeps the rows alive
-    return _child(first, sites[0], key, lambda: manager().derive(first, rows, lengths, length))
+    key = ("merge", *((id(row), seen) for row, seen in zip(rows, lengths)), length)
+    return _child(first, sites[0], key, lambda: manager().derive(first, rows, lengths, length), rows=rows)
 
 
 def append_view(view: View, site: int, count: int) -> StepViews:
-    """Room for `count` more tokens per row. Whoever receives it first must execute the copies."""
-    copies: list[tuple[int, int]] = []
+    """Room for `count` more tokens per row, ready to be written: the blocks to copy are copied already."""
 
     def make() -> View:
         step = manager().append(view, count)
-        copies.extend(step.copies)
+        with manager().using(view.group):
+            ops.execute_copies(view.group.arenas, step.copies)
         return step.view
 
-    return StepViews(_child(view, site, ("append", count), make), copies)
+    return StepViews(_child(view, site, ("append", count), make), [])
+
+
+def filled(view: View, site: int) -> None:
+    """`site`'s newest tokens were written only now: what was derived from `view` before, and has blocks of its own
+    since, lacks them. `site` must not receive it."""
+    if view.children is None:
+        return
+    with locked:
+        pending = [view]
+        while pending:
+            parent = pending.pop()
+            shared = set(map(id, parent.rows))
+            for child in [ref() for refs in (parent.children or {}).values() for ref in refs]:
+                if child is None:
+                    continue
+                if shared.issuperset(map(id, child.rows)):
+                    pending.append(child)
+                else:
+                    child.taken.add(site)
+
+
+def written(view: View) -> None:
+    """Some of `view` was overwritten in place: what was derived before shows the old values."""
+    with locked:
+        for member in view.aliases or (view,):
+            member.children = None
+
+
+def expanded(view: View) -> bool:
+    """Whether several batch rows of `view` are one place."""
+    return view.cells is not None and len(set(view.cells)) < len(view.cells)
+
+
+def places(view: View) -> list[list[tuple[View, int]]]:
+    """For every batch row of `view`, all (view, position) pairs that are the same place. The caller holds `locked`."""
+    if view.aliases is None:
+        return [[(view, i)] for i in range(len(view.rows))]
+    shown: dict[int, list[tuple[View, int]]] = {}
+    for member in view.aliases:
+        for i, cell in enumerate(member.cells):
+            shown.setdefault(cell, []).append((member, i))
+    return [shown[cell] for cell in view.cells]

@@ -38,8 +38,9 @@ def plain(site: int, axes: str = "BHSD") -> Form:
     return Form(site, axes)
 
 
-HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What an operator means on handles: `HANDLERS[op](op, *args, **kwargs)`; the fallback is `HANDLERS[None]`."""
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""What an operator means on handles: `HANDLERS[op](op, *args, **kwargs)`. `HANDLERS[None]` serves all others, and
+`HANDLERS["dense"](handle)` copies out."""
 
 
 def handles(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -73,15 +74,20 @@ class PagedTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, view: View, form: Form) -> PagedTensor:
+    def __new__(cls, view: View, form: Form, like: Tensor | None = None) -> PagedTensor:
+        """`like` has the sizes and strides to show, if they are not those of a contiguous tensor without steps.
+
+        Torch decides by the strides what is a view and what is a copy (`reshape`, `contiguous`).
+        """
         spec = view.group.sites[form.site]
-        if form.axes == "BHSD":  # nearly all handles: the fast way
-            size: tuple[int, ...] = (len(view.rows), spec.heads, view.length, spec.head_dim)
+        strides = None
+        if like is not None:
+            size, strides = tuple(like.shape), like.stride()
+        elif form.axes == "BHSD":  # nearly all handles: the fast way
+            size = (len(view.rows), spec.heads, view.length, spec.head_dim)
         else:
             size = axes_size(view, form)
-        for step in form.steps:
-            size = tuple(apply_step(torch.empty(size, device="meta"), step).shape)
-        self = Tensor._make_wrapper_subclass(cls, size, dtype=spec.dtype, device=spec.device)
+        self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=spec.dtype, device=spec.device)
         self._view = view
         self._form = form
         return self
@@ -109,17 +115,18 @@ class PagedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = HANDLERS.get(func) or HANDLERS[None]  # type: ignore[index]
+        handler = HANDLERS.get(func) or HANDLERS[None]
         return handler(func, *args, **(kwargs or {}))
 
     def dense(self) -> Tensor:
-        """A dense copy of the values (counted as a materialisation)."""
-        return torch.ops.aten._to_copy.default(self)
+        """A dense copy of the values. It is what was asked for: counted as "dense", but never warned of or refused."""
+        return HANDLERS["dense"](self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape = ", ".join(map(str, self.shape))
         blocks = len({block for row in self._view.rows for block in row.blocks})
-        return f"PagedTensor(shape=[{shape}], dtype={self.dtype}, device={self.device}, blocks={blocks},\n{self.dense()})"
+        facts = f"shape=[{shape}], dtype={self.dtype}, device={self.device}, blocks={blocks}"
+        return f"PagedTensor({facts},\n{self.dense()})"
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.dense().numpy(force=force)

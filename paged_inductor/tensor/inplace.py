@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 from .. import ops
 from .._errors import UnsupportedInputError
 from ..runtime import View, manager
+from . import derive
 from .handle import PagedTensor, apply_step, handles
-from .materialize import copy_out, dense_copy, step_plan
+from .materialize import dense_copy, step_plan
 
 __all__ = ["write_back"]
 
@@ -50,12 +51,10 @@ def _base(handle: PagedTensor) -> PagedTensor:
 
 
 def _require_writable(handle: PagedTensor, func: Any) -> None:
-    if "R" in handle._form.axes or "h" in handle._form.axes or len(set(map(id, handle._view.rows))) < len(
-        handle._view.rows
-    ):
+    if handle._form.repeats != 1 or derive.expanded(handle._view):
         raise UnsupportedInputError(
             f"{func} would write to an expanded PagedTensor of shape {list(handle.shape)}, where several elements "
-            "share one place: write to handle.clone() or to the tensor that was expanded"
+            "share one place: write to the tensor that was expanded, or to a dense copy from tensor.dense()"
         )
 
 
@@ -65,18 +64,28 @@ def write_tokens(handle: PagedTensor, first: int, values: Tensor) -> None:
     Positions in a row's virtual padding have no memory: values for them are dropped.
     """
     view, form = handle._view, handle._form
-    values = values.permute([form.axes.index(axis) for axis in "BHSD"])
+    if "R" in form.axes:
+        values = values.squeeze(form.axes.index("R"))
+    axes = form.axes.replace("R", "")
+    values = values.permute([axes.index(axis) for axis in "BHSD"])
     count = values.shape[2]
     if count == 0 or not view.rows:
         return
     own_pages(view, first, first + count)
+    try:
+        _write(view, form.site, first, count, values)
+    finally:
+        derive.written(view)
+
+
+def _write(view: View, site: int, first: int, count: int, values: Tensor) -> None:
     group = view.group
     arena = group.arenas
     with torch.no_grad(), manager().using(group):
         plan = step_plan(view, count)
         if not view.ragged:
             lens = torch.full_like(plan.seq_lens, first + count)
-            ops.cache_write(arena[form.site], values, plan._replace(seq_lens=lens))
+            ops.cache_write(arena[site], values, plan._replace(seq_lens=lens))
             return
         for i, seen in enumerate(view.lengths):
             pad = view.length - seen
@@ -85,21 +94,24 @@ def write_tokens(handle: PagedTensor, first: int, values: Tensor) -> None:
                 continue
             lens = plan.seq_lens.new_full((1,), first + count - pad)
             row_plan = plan._replace(block_table=plan.block_table[i : i + 1], seq_lens=lens, new_tokens=count - skip)
-            ops.cache_write(arena[form.site], values[i : i + 1, :, skip:], row_plan)
+            ops.cache_write(arena[site], values[i : i + 1, :, skip:], row_plan)
 
 
 def own_pages(view: View, first: int, stop: int) -> None:
     """Make the blocks of logical positions `first .. stop-1` private to `view` and its aliases."""
-    family = list(view.aliases) if view.aliases else [view]
-    for row, seen in list({id(row): (row, seen) for row, seen in zip(view.rows, view.lengths)}.values()):
-        pad = view.length - seen
-        begin, end = max(0, first - pad), max(0, stop - pad)
-        if begin < end:
-            copies = manager().unshare(family, row, begin, end)
-            with manager().using(view.group):
-                ops.execute_copies(view.group.arenas, copies)
-    for member in family:
-        member.children = None  # what was derived before shows the old values
+    group = view.group
+    with derive.locked:
+        tasks = []
+        for members, seen in zip(derive.places(view), view.lengths):
+            pad = view.length - seen
+            if stop > pad:
+                tasks.append((members, max(0, first - pad), stop - pad))
+        prepared = manager().unshare(group, tasks, view.label)
+        if prepared is not None:
+            step, moves = prepared
+            with manager().using(group):
+                ops.execute_copies(group.arenas, step.copies)
+            manager().rebind(group, step.view, moves)
 
 
 @handles(aten.zero_.default)
@@ -128,41 +140,54 @@ def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     span = _sequence_range(target)
     if span is None:
         return write_back(func, [target], (target, source, non_blocking), {})
+    first, axes = span
+    base = _base(target)
     values = source.to(device=target.device, dtype=target.dtype).expand(target.shape)
-    write_tokens(_base(target), span[0], values)
+    write_tokens(base, first, values.permute([axes.index(axis) for axis in base._form.axes]))
     return target
 
 
-def _sequence_range(handle: PagedTensor) -> tuple[int, int] | None:
-    """(first, stop) if a handle shows a range of its base's sequence, else None."""
-    form = handle._form
+def _sequence_range(handle: PagedTensor) -> tuple[int, str] | None:
+    """(first position, order of the dimensions) if a handle shows a range of its base's sequence, else None."""
+    axes = handle._form.axes
     first, stop = 0, handle._view.length
-    for func, args, kwargs, item in form.steps:
-        if func is not aten.slice.Tensor or kwargs or item is not None or not args:
+    for func, args, kwargs, item in handle._form.steps:
+        if kwargs or item is not None or not args:
+            return None
+        if func is aten.permute.default:
+            axes = "".join(axes[dim] for dim in args[0])
+            continue
+        if func is not aten.slice.Tensor:
             return None
         dim, start, end, stride = (*args, *(0, None, None, 1)[len(args) :])
-        if form.axes[dim] != "S" or stride != 1:
+        if axes[dim] != "S" or stride != 1:
             return None
         begin, limit, _ = slice(start, end).indices(stop - first)
         first, stop = first + begin, first + max(begin, limit)
-    return first, stop
+    return first, axes
 
 
 @handles(aten.index_copy_.default)
 def index_copy_(func: Any, handle: PagedTensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    if handle._form.steps or handle._form.axes[dim] != "S" or isinstance(source, PagedTensor):
+    wanted = [*handle.shape]
+    wanted[dim] = index.numel()
+    fits = list(source.shape) == wanted and source.dtype == handle.dtype and source.device == handle.device
+    if handle._form.steps or handle._form.axes[dim] != "S" or isinstance(source, PagedTensor) or not fits:
         return write_back(func, [handle], (handle, dim, index, source), {})
     _require_writable(handle, func)
     return _scatter(handle, dim, index.reshape(-1).tolist(), source)
 
 
 @handles(aten.index_put_.default, aten._index_put_impl_.default)
-def index_put_(func: Any, handle: PagedTensor, indices: Any, values: Tensor, accumulate: bool = False, *rest: Any) -> Any:
+def index_put_(
+    func: Any, handle: PagedTensor, indices: Any, values: Tensor, accumulate: bool = False, *rest: Any
+) -> Any:
     """`cache[:, :, positions] = values`."""
     given = [(dim, item) for dim, item in enumerate(indices) if item is not None]
     simple = len(given) == 1 and given[0][1].dim() == 1 and given[0][1].dtype != torch.bool
     form = handle._form
-    if accumulate or form.steps or not simple or form.axes[given[0][0]] != "S" or isinstance(values, PagedTensor):
+    fits = not isinstance(values, PagedTensor) and values.dtype == handle.dtype
+    if accumulate or form.steps or not simple or form.axes[given[0][0]] != "S" or not fits:
         return write_back(func, [handle], (handle, indices, values, accumulate, *rest), {})
     _require_writable(handle, func)
     dim, index = given[0]

@@ -16,7 +16,7 @@ from .._errors import MaterializationError
 from ..runtime import View, manager
 from .handle import HANDLERS, Form, PagedTensor, Step, apply_step, handles, plain
 
-__all__ = ["dense_copy", "step_plan", "views_of"]
+__all__ = ["copy_out", "dense_copy", "shown", "stand_in", "step_plan", "views_of"]
 
 aten = torch.ops.aten
 
@@ -31,6 +31,11 @@ def copy_out(view: View, form: Form) -> Tensor:
     """The values of a handle as a dense tensor of its shape (uncounted; a fresh tensor unless a step aliases it)."""
     with torch.no_grad(), manager().using(view.group):
         value = ops.gather(view.group.arenas[form.site], step_plan(view))
+    return shown(value, form)
+
+
+def shown(value: Tensor, form: Form) -> Tensor:
+    """A dense [B, H, S, D] tensor, as a handle of this form would show it."""
     axes = form.axes
     if "R" in axes or "h" in axes:
         value = value.unsqueeze(2).expand(-1, -1, form.repeats, -1, -1)  # B H R S D
@@ -66,17 +71,25 @@ def views_of(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def stand_in(handle: PagedTensor) -> Tensor:
+    """A tensor without values that has a handle's sizes and strides."""
+    return torch.empty_strided(handle.shape, handle.stride(), dtype=handle.dtype, device="meta")
+
+
 def lazy_view(func: Any, handle: PagedTensor, *args: Any, **kwargs: Any) -> Any:
     """A view operation with no paged form is put off, so that writes through its result still reach the pages."""
-    stand_in = torch.empty(handle.shape, device="meta")
-    result = func(stand_in, *args, **kwargs)
+    result = func(stand_in(handle), *args, **kwargs)
     form = handle._form
+    if not form.steps and not handle.is_contiguous() and 0 not in handle.stride():
+        order = sorted(range(handle.dim()), key=handle.stride, reverse=True)
+        back: Step = (aten.permute.default, ([order.index(dim) for dim in range(handle.dim())],), {}, None)
+        form = form._replace(axes="".join(form.axes[dim] for dim in order), steps=(back,))
 
-    def extended(item: int | None) -> PagedTensor:
+    def extended(item: int | None, like: Tensor) -> PagedTensor:
         step: Step = (func, args, kwargs, item)
-        return PagedTensor(handle._view, form._replace(steps=(*form.steps, step)))
+        return PagedTensor(handle._view, form._replace(steps=(*form.steps, step)), like)
 
-    return extended(None) if isinstance(result, Tensor) else [extended(i) for i in range(len(result))]
+    return extended(None, result) if isinstance(result, Tensor) else [extended(i, r) for i, r in enumerate(result)]
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +107,7 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*flat_args, **flat_kwargs)
 
 
-HANDLERS[None] = fallback  # type: ignore[index]
+HANDLERS[None] = fallback
 
 
 def _mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
@@ -110,11 +123,11 @@ def _mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Pag
     return found
 
 
-@handles(aten._to_copy.default)
-def to_copy(func: Any, handle: PagedTensor, **kwargs: Any) -> Any:
-    """`.to(...)`, `.float()`, `.dense()`: always a dense tensor."""
-    value = dense_copy(handle, "dense copy")
-    return func(value, **kwargs) if kwargs else value
+@handles("dense")
+def dense(handle: PagedTensor) -> Tensor:
+    """What `PagedTensor.dense()` returns."""
+    manager().count_materialization("dense")
+    return copy_out(handle._view, handle._form)
 
 
 assert plain  # re-exported for the modules beside this one

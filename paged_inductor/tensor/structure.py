@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..runtime import View
 from . import derive
 from .handle import HANDLERS, PagedTensor, axes_size, handles, plain
+from .materialize import stand_in
 
 __all__: list[str] = []
 
@@ -21,28 +24,29 @@ def _is_plain(handle: PagedTensor) -> bool:
     return not form.steps and len(form.axes) == 4 and "h" not in form.axes
 
 
-def _with_axes(handle: PagedTensor, axes: str, repeats: int) -> PagedTensor:
+def _with_axes(handle: PagedTensor, axes: str, repeats: int, like: Tensor | None = None) -> PagedTensor:
     form = handle._form
     if repeats == 1 and len(axes) == 4 and "h" not in axes:
-        return PagedTensor(handle._view, plain(form.site, axes))
-    return PagedTensor(handle._view, form._replace(axes=axes, repeats=repeats))
+        return PagedTensor(handle._view, plain(form.site, axes), like)
+    return PagedTensor(handle._view, form._replace(axes=axes, repeats=repeats), like)
 
 
 def _give_up(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return HANDLERS[None](func, *args, **kwargs)  # type: ignore[index]
+    return HANDLERS[None](func, *args, **kwargs)
 
 
 @handles(aten.alias.default, aten.detach.default, aten.lift_fresh.default)
 def alias(func: Any, handle: PagedTensor) -> PagedTensor:
-    return PagedTensor(handle._view, handle._form)
+    return PagedTensor(handle._view, handle._form, handle)
 
 
 @handles(aten.clone.default)
 def clone(func: Any, handle: PagedTensor, **kwargs: Any) -> PagedTensor:
-    """A fork: tokens are shared until one side is written to. The memory format has no meaning for pages."""
+    """A fork: tokens are shared until one side is written to."""
     if handle._form.steps:
         return _give_up(func, handle, **kwargs)
-    return PagedTensor(derive.fork(handle._view, handle._form.site), handle._form)
+    like = None if handle.is_contiguous() else func(stand_in(handle), **kwargs)
+    return PagedTensor(derive.fork(handle._view, handle._form.site), handle._form, like)
 
 
 @handles(aten.transpose.int)
@@ -52,7 +56,7 @@ def transpose(func: Any, handle: PagedTensor, dim0: int, dim1: int) -> PagedTens
         return _give_up(func, handle, dim0, dim1)
     axes = list(form.axes)
     axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
-    return _with_axes(handle, "".join(axes), form.repeats)
+    return _with_axes(handle, "".join(axes), form.repeats, func(stand_in(handle), dim0, dim1))
 
 
 @handles(aten.permute.default)
@@ -60,7 +64,8 @@ def permute(func: Any, handle: PagedTensor, dims: list[int]) -> PagedTensor:
     form = handle._form
     if form.steps:
         return _give_up(func, handle, dims)
-    return _with_axes(handle, "".join(form.axes[dim] for dim in dims), form.repeats)
+    axes = "".join(form.axes[dim] for dim in dims)
+    return _with_axes(handle, axes, form.repeats, func(stand_in(handle), dims))
 
 
 @handles(aten.unsqueeze.default)
@@ -69,7 +74,7 @@ def unsqueeze(func: Any, handle: PagedTensor, dim: int) -> PagedTensor:
     if not _is_plain(handle):
         return _give_up(func, handle, dim)
     at = dim if dim >= 0 else dim + 5
-    return _with_axes(handle, form.axes[:at] + "R" + form.axes[at:], 1)
+    return _with_axes(handle, form.axes[:at] + "R" + form.axes[at:], 1, func(stand_in(handle), dim))
 
 
 @handles(aten.expand.default)
@@ -83,7 +88,7 @@ def expand(func: Any, handle: PagedTensor, size: list[int], **kwargs: Any) -> Pa
     if not changed:
         return alias(func, handle)
     if changed == [form.axes.find("R")]:
-        return _with_axes(handle, form.axes, wanted[changed[0]])
+        return _with_axes(handle, form.axes, wanted[changed[0]], func(stand_in(handle), size))
     if changed == [form.axes.index("B")] and current[changed[0]] == 1:
         rows = [0] * wanted[changed[0]]
         return PagedTensor(derive.select(handle._view, form.site, rows, alias=True), form)
@@ -98,19 +103,25 @@ def view(func: Any, handle: PagedTensor, size: list[int], *args: Any) -> PagedTe
         wanted = _infer(size, handle.numel())
         if wanted == tuple(handle.shape):
             return alias(func, handle)
-        for axis, merged in (("H", "h"), ("B", "B")):
-            axes = form.axes.replace(axis + "R", merged)
-            if axes == form.axes:
-                continue
-            if axis == "H" and wanted == axes_size(handle._view, form._replace(axes=axes)):
-                return _with_axes(handle, axes, form.repeats)
-            if axis == "B":
+        if "R" in form.axes and handle.is_contiguous():
+            axes = form.axes.replace("R", "")
+            if form.repeats == 1:
+                if wanted == axes_size(handle._view, form._replace(axes=axes)):
+                    return _with_axes(handle, axes, 1)
+            elif "HR" in form.axes:
+                axes = form.axes.replace("HR", "h")
+                if wanted == axes_size(handle._view, form._replace(axes=axes)):
+                    return _with_axes(handle, axes, form.repeats)
+            elif "BR" in form.axes and wanted == _repeated_size(handle, axes):
                 rows = [i for i in range(len(handle._view.rows)) for _ in range(form.repeats)]
-                repeated = derive.select(handle._view, form.site, rows, alias=False)
-                plain_form = plain(form.site, axes)
-                if wanted == axes_size(repeated, plain_form):
-                    return PagedTensor(repeated, plain_form)
+                return PagedTensor(derive.select(handle._view, form.site, rows, alias=False), plain(form.site, axes))
     return _give_up(func, handle, size, *args)
+
+
+def _repeated_size(handle: PagedTensor, axes: str) -> tuple[int, ...]:
+    """Sizes in the order of `axes`, with the broadcast dimension merged into the batch."""
+    size = axes_size(handle._view, plain(handle._form.site, axes))
+    return tuple(n * handle._form.repeats if axis == "B" else n for axis, n in zip(axes, size))
 
 
 def _infer(size: list[int], numel: int) -> tuple[int, ...]:
@@ -118,6 +129,17 @@ def _infer(size: list[int], numel: int) -> tuple[int, ...]:
     for item in size:
         known *= item if item != -1 else 1
     return tuple(numel // known if item == -1 and known else item for item in size)
+
+
+def _ordered(handle: PagedTensor, view: View) -> PagedTensor:
+    """A handle on `view`, its dimensions stored in the order of `handle`'s (without the gaps that torch would leave:
+    compiled graphs are specialised to strides, and one more graph for every crop would cost more than it is worth)."""
+    if handle.is_contiguous():
+        return PagedTensor(view, handle._form)
+    size = axes_size(view, handle._form)
+    order = sorted(range(len(size)), key=handle.stride, reverse=True)
+    like = torch.empty([size[dim] for dim in order], device="meta")
+    return PagedTensor(view, handle._form, like.permute([order.index(dim) for dim in range(len(size))]))
 
 
 @handles(aten.slice.Tensor)
@@ -130,12 +152,12 @@ def slice_(
         axis, size = form.axes[dim], handle.shape[dim]
         begin, stop, stride = slice(start, end, step).indices(size)
         if axis == "S" and begin == 0 and stride == 1:
-            return PagedTensor(derive.crop(handle._view, form.site, max(stop, 0)), form)
+            return _ordered(handle, derive.crop(handle._view, form.site, max(stop, 0)))
         if axis == "B":
             rows = range(begin, stop, stride)
             if len(rows) == size and stride == 1:
                 return alias(func, handle)
-            return PagedTensor(derive.select(handle._view, form.site, rows, alias=True), form)
+            return _ordered(handle, derive.select(handle._view, form.site, rows, alias=True))
         if len(range(begin, stop, stride)) == size and stride == 1:
             return alias(func, handle)
     return _give_up(func, handle, dim, start, end, step)
@@ -156,7 +178,7 @@ def split(func: Any, handle: PagedTensor, size: int, dim: int = 0) -> Any:
 @handles(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, handle: PagedTensor, sizes: list[int], dim: int = 0) -> Any:
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return [slice_(aten.slice.Tensor, handle, dim, a, b) for a, b in zip(bounds, bounds[1:])]
+    return [slice_(aten.slice.Tensor, handle, dim, a, b) for a, b in pairwise(bounds)]
 
 
 @handles(aten.index_select.default)

@@ -1,6 +1,7 @@
-"""Compile representative launches ahead of time and print their resources as JSON: one argument, the target.
+"""Compile representative launches ahead of time and print their resources as JSON.
 
-Runs as a process of its own, because the tests' process interprets kernels and this one must compile them.
+Arguments: the target, then optionally `every` to compile each candidate, not the static choices alone. Runs
+as a process of its own, because the tests' process interprets kernels and this one must compile them.
 """
 
 import json
@@ -65,36 +66,44 @@ PREFILL = [
     Case("mha_d96", q_len=512, head_dim=96, group=1, block_size=32),
     Case("gqa_d128_bias", q_len=512, head_dim=128, group=4, causal=False, mask=torch.float32),
     Case("mqa_d256", q_len=512, head_dim=256, group=8),
-    Case("fp32_d64", q_len=512, head_dim=64, group=4, dtype=torch.float32),
     Case("fp32_d128", q_len=512, head_dim=128, group=4, dtype=torch.float32),
 ]
 
 
-def launches(target: str) -> Iterator[tuple[str, Launch]]:
-    """Every launch of every case, with the static configuration of the target."""
+def attention_launches(target: str, every: bool) -> Iterator[tuple[str, Launch]]:
+    """Launches of every case; the static configuration of the target, or each candidate."""
     limits = aot.TARGETS[target][1]
-    for case in DECODE:
+    for case in DECODE + PREFILL:
         problem = case.problem()
         out = torch.empty(problem.out_shape, dtype=problem.q.dtype)
-        config = configs.decode_candidates(problem, limits)[0]
-        num_splits = configs.choose_num_splits(problem, limits, config.tile_m)
-        for launch in decode.plan(problem, out, config, num_splits, torch.empty):
-            yield f"decode/{case.name}/{launch.kernel.__name__}", launch
-    for case in PREFILL:
-        problem = case.problem()
-        out = torch.empty(problem.out_shape, dtype=problem.q.dtype)
-        config = configs.prefill_candidates(problem, limits)[0]
-        yield f"prefill/{case.name}/prefill_kernel", prefill.plan(problem, out, config)
+        candidates = (
+            configs.decode_candidates(problem, limits)
+            if case in DECODE
+            else configs.prefill_candidates(problem, limits)
+        )
+        for config in candidates if every else candidates[:1]:
+            if case in DECODE:
+                num_splits = configs.choose_num_splits(problem, limits, config.tile_m)
+                launches = decode.plan(problem, out, config, num_splits, torch.empty)
+            else:
+                launches = [prefill.plan(problem, out, config)]
+            for launch in launches:
+                yield f"{case.name}/{launch.kernel.__name__}/{config}", launch
+
+
+def page_launches() -> Iterator[tuple[str, Launch]]:
+    """Launches of the writes and copies."""
     arena = torch.zeros(8, KV_HEADS, 16, 128, dtype=torch.bfloat16)
     table, lens = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for num_new in (1, 40):
         new = torch.zeros(2, KV_HEADS, num_new, 128, dtype=torch.bfloat16)
-        yield f"write/kv_{num_new}", write.plan(arena, arena, new, new, table, lens)
+        yield f"cache_write_kv_{num_new}", write.plan(arena, arena, new, new, table, lens)
     ids = torch.zeros(3, dtype=torch.int64)
-    yield "copy/blocks", copy.plan_copy_blocks(arena, ids, ids)
-    yield "copy/gather", copy.plan_gather(arena, table, lens, 50, torch.zeros(2, KV_HEADS, 50, 128).bfloat16())
+    yield "copy_blocks", copy.plan_copy_blocks(arena, ids, ids)
+    yield "gather", copy.plan_gather(arena, table, lens, 40, new)
 
 
 if __name__ == "__main__":
-    target = sys.argv[1]
-    print(json.dumps({name: asdict(aot.compile_launch(launch, target)) for name, launch in launches(target)}))
+    target, every = sys.argv[1], "every" in sys.argv[2:]
+    launches = [*attention_launches(target, every), *page_launches()]
+    print(json.dumps({name: asdict(aot.compile_launch(launch, target)) for name, launch in launches}))

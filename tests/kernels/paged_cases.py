@@ -34,7 +34,7 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PagedBatch:
     """K and V of one layer, dense [B, H_kv, kv_len, D] (zeros at virtual padding) and the same in pages."""
 
@@ -46,6 +46,10 @@ class PagedBatch:
     seq_lens: Tensor
     kv_len: int
     seed: int
+
+    def __repr__(self) -> str:
+        shapes = f"k_arena={tuple(self.k_arena.shape)}, v_arena={tuple(self.v_arena.shape)}, {self.k.dtype}"
+        return f"PagedBatch(seq_lens={self.seq_lens.tolist()}, {shapes}, seed={self.seed})"
 
     @property
     def pages(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
@@ -63,7 +67,9 @@ class PagedBatch:
         return q.to(self.k.dtype).transpose(1, 2)
 
 
-def new_arena(blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype, transposed: bool) -> Tensor:
+def new_arena(
+    blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype, transposed: bool
+) -> Tensor:
     """NaN but for the zero page; `transposed` puts the slots of a block side by side in memory."""
     shape = (blocks, heads, dim, block_size) if transposed else (blocks, heads, block_size, dim)
     arena = torch.full(shape, float("nan"), dtype=dtype)

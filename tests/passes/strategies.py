@@ -29,7 +29,9 @@ class Recorder:
     def __init__(self, q: int | None, past: int | None) -> None:
         self.graph, self.env = Graph(), ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2, constraint_sizes=[None] * 2)
+        context = StatelessSymbolicContext(
+            dynamic_sizes=[DimDynamic.DYNAMIC] * 2, constraint_sizes=[None] * 2
+        )
         hint = self.mode.from_tensor(torch.empty(11, 7), symbolic_context=context, source=ConstantSource("x"))
         self.symbols = dict(zip(("q", "past"), hint.shape, strict=True))
         self.free = [name for name, size in (("q", q), ("past", past)) if size is None]
@@ -63,7 +65,9 @@ class Recorder:
         if not any(isinstance(n, Node) for n in _flat(args)) and not method and target is operator.add:
             return target(*values)
         with self.mode, enable_python_dispatcher():
-            result = getattr(values[0], target)(*values[1:], **kwargs) if method else target(*values, **kwargs)
+            result = (
+                getattr(values[0], target)(*values[1:], **kwargs) if method else target(*values, **kwargs)
+            )
         node = self.graph.create_node("call_method" if method else "call_function", target, args, kwargs)
         node.meta["example_value"] = result
         return node
@@ -81,14 +85,13 @@ class Recorder:
             if not all(bool(g.xreplace(values)) for g in guards):
                 continue
             generator = torch.Generator().manual_seed(q * 31 + past)
-            inputs = [
-                sizes[p.name]
-                if p.name in sizes
-                else torch.rand(BATCH, q + past, generator=generator).sub(0.3).to(p.meta["example_value"].dtype)
-                if p.meta["example_value"].dtype != torch.bool
-                else torch.rand(BATCH, q + past, generator=generator) > 0.4
-                for p in self.graph.find_nodes(op="placeholder")
-            ]
+            inputs = []
+            for p in self.graph.find_nodes(op="placeholder"):
+                if p.name in sizes:
+                    inputs.append(sizes[p.name])
+                else:
+                    coin = torch.rand(BATCH, q + past, generator=generator) > 0.4
+                    inputs.append(coin.to(p.meta["example_value"].dtype))
             yield sizes, Interpreter(module).run(*inputs)
 
 
@@ -106,7 +109,7 @@ class Sizes:
 sizes = st.builds(Sizes, st.sampled_from([None, 1, 4]), st.sampled_from([None, 0, 3]))
 
 
-# --- spellings of known masks ---------------------------------------------------------------------------------------
+# --- spellings of known masks ----------------------------------------------------------------------
 
 
 def rows_columns(rec: Recorder, shape: str, shift: Any) -> tuple[Node, Node]:
@@ -169,7 +172,7 @@ def dressed(rec: Recorder, how: str, m: Node, dtype: torch.dtype) -> Node:
 DRESSED = ["where", "where min", "fill", "fill min", "times min", "expand", "and true", "convert", "bool"]
 
 
-# --- wild programs --------------------------------------------------------------------------------------------------
+# --- wild programs ---------------------------------------------------------------------------------
 
 
 @st.composite
@@ -188,8 +191,8 @@ def integers(draw: st.DrawFn, rec: Recorder, depth: int = 2) -> Node:
         return rec(torch.maximum, x, draw(integers(rec, depth - 1)))
     if op == "int32":
         return rec("int", x)
-    fn = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "//": operator.floordiv, "%": torch.remainder}
-    return rec(fn[op], x, draw(st.sampled_from([1, 2, 3, 8])))
+    fn = {"//": operator.floordiv, "%": torch.remainder}.get(op) or getattr(operator, op)
+    return rec(fn, x, draw(st.sampled_from([1, 2, 3, 8])))
 
 
 @st.composite
@@ -220,7 +223,9 @@ def booleans(draw: st.DrawFn, rec: Recorder, depth: int = 3) -> Node:
 def moved(draw: st.DrawFn, rec: Recorder, m: Node) -> Node:
     """m [.., q, kv] after slicing, padding, joining, transposing twice or being looked up."""
     m = rec("expand", m, BATCH, 1, rec.q, rec.kv)
-    how = draw(st.sampled_from(["slice", "negative", "pad", "cat", "transpose", "lookup", "adjacent", "narrow"]))
+    how = draw(
+        st.sampled_from(["slice", "negative", "pad", "cat", "transpose", "lookup", "adjacent", "narrow"])
+    )
     everything = slice(None)
     if how == "slice":
         wide = rec(torch.nn.functional.pad, m, (1, 2), value=draw(st.booleans()))
@@ -228,8 +233,11 @@ def moved(draw: st.DrawFn, rec: Recorder, m: Node) -> Node:
         return rec(operator.getitem, wide, (Ellipsis, slice(start, rec(operator.add, rec.kv, start))))
     if how == "negative":
         wide = rec(torch.cat, [m, m], -2)
-        return rec(operator.getitem, rec(torch.ones_like, wide) if draw(st.booleans()) else wide, (
-            everything, everything, slice(None, rec.q)))
+        return rec(
+            operator.getitem,
+            rec(torch.ones_like, wide) if draw(st.booleans()) else wide,
+            (everything, everything, slice(None, rec.q)),
+        )
     if how == "pad":
         part = rec("narrow", m, -1, 0, rec.q)
         return rec(torch._C._nn.pad, part, (rec.past, 0), "constant", draw(st.booleans()))
@@ -252,7 +260,9 @@ def moved(draw: st.DrawFn, rec: Recorder, m: Node) -> Node:
 def masks(draw: st.DrawFn, rec: Recorder) -> Node:
     """A whole random mask, boolean or float, float ones sometimes being sums of several."""
     m = draw(booleans(rec))
-    how = draw(st.sampled_from(["bool", "bool", "and true", "convert", "where", "where min", "fill", "times min"]))
+    how = draw(
+        st.sampled_from(["bool", "bool", "and true", "convert", "where", "where min", "fill", "times min"])
+    )
     dtype = draw(st.sampled_from(list(FLOAT_MIN)))
     mask = dressed(rec, how, m, dtype)
     if draw(st.booleans()) and mask.meta["example_value"].dtype != torch.bool:
