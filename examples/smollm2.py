@@ -19,13 +19,17 @@ __all__ = ["MODES", "Chat", "Mode", "load"]
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to generate. options: what `generate` is given. follow_up: a second turn, on the cache of the first."""
+    """A way to generate. options: what `generate` is given. follow_up: a second turn, on the cache of the first.
+
+    warm_up_tokens: as many as it takes until every graph of this mode has been compiled.
+    """
 
     name: str
     prompts: tuple[str, ...]
     new_tokens: int
     options: Mapping[str, Any] = field(default_factory=dict)
     follow_up: str = ""
+    warm_up_tokens: int = 6
 
 
 _SEA = (
@@ -63,6 +67,7 @@ MODES = (
         (f"Repeat this text exactly, three times: {_RULES}",),
         48,
         {"do_sample": False, "prompt_lookup_num_tokens": 5},
+        warm_up_tokens=48,
     ),
 )
 
@@ -85,9 +90,7 @@ class Chat:
             told = torch.tensor(generation.tokens)
             asked = torch.cat([told, self._encode((mode.follow_up,))["input_ids"]], dim=1)
             inputs = {"input_ids": asked, "attention_mask": torch.ones_like(asked)}
-            held = generation.kv_bytes
-            again = generate(self.model, inputs, watch, past_key_values=generation.cache, **options)
-            generation = again
+            generation = generate(self.model, inputs, watch, generation.cache, **options)
         prompt = inputs["input_ids"].shape[1]
         answers = [self.tokenizer.decode(row[prompt:], skip_special_tokens=True) for row in generation.tokens]
         return generation, answers

@@ -6,9 +6,10 @@ watched through a stopping criterion that never stops.
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,30 +19,30 @@ from torch import Tensor
 from .monitor import Stats, stats
 from .tensor import PagedTensor
 
-__all__ = ["Generation", "Watch", "cache_tensors", "first_difference", "generate", "percentile"]
+__all__ = ["Generation", "Watch", "cache_tensors", "first_difference", "generate", "held_bytes", "percentile"]
 
 
 @dataclass
 class Watch:
     """A stopping criterion that never stops: it times the steps of `generate`, and notes the books after each.
 
-    milliseconds: per token, for every step but the first (which reads the prompt). sizes: (rows, tokens per row)
-    after each step. books: `stats()` after each step. `on_step` is called after each step; neither its time nor
+    milliseconds: per token, for every step but the first (which reads the prompt). lengths: tokens per row after each
+    step. books: `stats()` after each step. `on_step` is called after each step; neither its time nor
     that of `stats()` counts.
     """
 
     on_step: Callable[[], object] | None = None
     milliseconds: list[float] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     books: list[Stats] = field(default_factory=list)
     _resumed: float = 0.0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         now = time.perf_counter()
         rows, length = input_ids.shape
-        if self._resumed and length > self.sizes[-1][1]:
-            self.milliseconds.append(1000 * (now - self._resumed) / (length - self.sizes[-1][1]))
-        self.sizes.append((rows, length))
+        if self._resumed and length > self.lengths[-1]:
+            self.milliseconds.append(1000 * (now - self._resumed) / (length - self.lengths[-1]))
+        self.lengths.append(length)
         self.books.append(stats())
         if self.on_step is not None:
             self.on_step()
@@ -63,22 +64,44 @@ class Generation:
     watch: Watch
 
 
-def generate(model: Any, inputs: Mapping[str, Tensor], watch: Watch | None = None, **options: Any) -> Generation:
-    """`model.generate(**inputs, **options)`, watched. The model may be paged or not."""
+def generate(
+    model: Any, inputs: Mapping[str, Tensor], watch: Watch | None = None, cache: Any = None, **options: Any
+) -> Generation:
+    """`model.generate(**inputs, **options)`, watched. The model may be paged or not; `cache` is an earlier turn's."""
     watch = watch or Watch()
     watch.restart()
-    before = stats().bytes_used
+    if cache is not None:
+        options[_cache_name(inspect.signature(model.forward).parameters)] = cache
     result = model.generate(**inputs, **options, stopping_criteria=[watch], return_dict_in_generate=True)
-    cache = result.past_key_values
-    dense = sum(x.numel() * x.itemsize for x in cache_tensors(cache) if not isinstance(x, PagedTensor))
-    return Generation(result.sequences.tolist(), cache, dense + stats().bytes_used - before, watch)
+    cache = result[_cache_name(result)]
+    return Generation(result.sequences.tolist(), cache, held_bytes(cache_tensors(cache)), watch)
 
 
-def cache_tensors(cache: Any) -> Iterator[Tensor]:
+def _cache_name(names: Container[str]) -> str:
+    """What this release of transformers calls the cache."""
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def cache_tensors(cache: Any) -> list[Tensor]:
     """K and V of every layer of a transformers cache."""
-    for layer in cache.layers:
-        yield layer.keys
-        yield layer.values
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory behind `tensors`: those of a dense one, and of the blocks of paged ones, each block once."""
+    total = 0
+    blocks: set[tuple[int, int]] = set()
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if not isinstance(tensor, PagedTensor):
+            total += tensor.numel() * tensor.itemsize
+            continue
+        view = tensor._view
+        group = view.group
+        sizes[id(group)] = group.block_bytes
+        for row, length in zip(view.rows, view.lengths):
+            blocks.update((id(group), block) for block in row.blocks[: -(-length // group.block_size)])
+    return total + sum(sizes[group] for group, _ in blocks)
 
 
 def first_difference(left: list[list[int]], right: list[list[int]]) -> tuple[int, int] | None:

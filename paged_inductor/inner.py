@@ -7,14 +7,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from .ops import INDUCTOR_OPTIONS
+
 __all__ = ["INNER_COMPILERS", "compile_inner"]
 
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
-
-# Block tables are made by the runtime and their entries are inside the arenas by construction (check_integrity proves
-# it), so that a bounds check on every page read would only cost time.
-_INDUCTOR_DEFAULTS: dict[str, Any] = {"assert_indirect_indexing": False}
-
 
 def compile_inner(
     gm: GraphModule, example_inputs: Sequence[Any], inner: str, inductor: Mapping[str, Any]
@@ -28,4 +25,4 @@ def compile_inner(
         return aot_eager(gm, list(example_inputs))
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs), config_patches={**_INDUCTOR_DEFAULTS, **inductor})
+    return compile_fx(gm, list(example_inputs), config_patches={**INDUCTOR_OPTIONS, **inductor})

@@ -54,7 +54,8 @@ class GroupPlan:
 
     inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: (position in
     the graph's result, form) of each handle to return. batch, count: rows, and new tokens per row, of a call; equal:
-    counts that were equal to it when the graph was captured, and must be at every call.
+    counts that were equal to it when the graph was captured, and must be at every call. decodes: the graph takes the
+    sizes of the work list, too.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class GroupPlan:
     batch: Callable[[Sequence[Any]], int]
     count: Callable[[Sequence[Any]], int]
     equal: list[Callable[[Sequence[Any]], int]]
+    decodes: bool
 
     def start(self, args: Sequence[Any], label: str) -> StepViews | None:
         """Make the view that this call fills; None if the call does not fit what was compiled."""
@@ -132,6 +134,8 @@ class PagedProgram:
                 ops.execute_copies(arenas, step.copies)
                 schedule = runtime.schedule(step.view)
                 inputs += (schedule.block_table, schedule.seq_lens)
+                if plan.decodes:
+                    inputs += (schedule.num_chunks, schedule.row_chunks)
                 inputs += [arenas[site] for site in plan.sites]
             dense = self._run(*inputs)
         finally:
@@ -173,7 +177,7 @@ def plan_groups(
     captured = gm.graph.find_nodes(op="placeholder")
     position = {node.name: i for i, node in enumerate(captured)}
     plans = []
-    for group in state.groups:
+    for g, group in enumerate(state.groups):
         lead = group.sites[0]
         inputs = [(position[site.past.name], plain(state.inputs[site.past].site, site.axes)) for site in group.sites if site.past]
         if group.kind == "create":
@@ -197,6 +201,7 @@ def plan_groups(
                 size_reader(lead.size("B"), captured),
                 size_reader(counts[0], captured),
                 [size_reader(count, captured) for count in counts[1:] if not same_size(count, counts[0])],
+                any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
             )
         )
     return plans

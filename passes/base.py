@@ -120,7 +120,11 @@ class GraphState:
 
 @dataclass(frozen=True)
 class NewInput:
-    """A placeholder that the rewrite added. kind: "table", "lens" or "arena" of group `group` (and its `site`)."""
+    """A placeholder that the rewrite added for group `group`.
+
+    kind: "table", "lens", then "num_chunks" and "row_chunks" if it has attention with one query, then one "arena" per
+    site, in the order of `site`.
+    """
 
     kind: str
     group: int

@@ -89,7 +89,10 @@ def _compute_dtype(x: SymTensor, y: SymTensor) -> torch.dtype:
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    handles((getattr(operator, _name), getattr(torch, _name)), (_name,))(partial(_compare, _name))
+    # Dynamo records some operators of some torch versions as calls of the special method
+    handles((getattr(operator, _name), getattr(torch, _name)), (_name, f"__{_name}__"))(
+        partial(_compare, _name)
+    )
 for _name, _op in (("less", "lt"), ("less_equal", "le"), ("greater", "gt"), ("greater_equal", "ge")):
     handles((getattr(torch, _name),), (_name,))(partial(_compare, _op))
 
@@ -108,7 +111,7 @@ handles((torch.minimum,), ("minimum",))(partial(_pick, "le"))
 handles((torch.maximum,), ("maximum",))(partial(_pick, "ge"))
 
 
-@handles((operator.abs, torch.abs, abs), ("abs",))
+@handles((operator.abs, torch.abs, abs), ("abs", "__abs__"))
 def _abs(program: Program, out: SymTensor, x: object) -> At:
     def fn(p: Num) -> Cases:
         positive, minus = (

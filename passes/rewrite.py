@@ -33,6 +33,7 @@ class Rewrite(Pass):
         self._mode = fake_mode
         self._block_size = block_size
         self._arena_strides = arena_strides
+        self._masks: dict[tuple[Node, Node], Node] = {}
 
     def apply(self, state: GraphState) -> int:
         graph = state.gm.graph
@@ -69,11 +70,15 @@ class Rewrite(Pass):
         env = self._mode.shape_env
         device = lead.node.meta["example_value"].device
         batch = lead.size("B")
+        decodes = any(
+            attention.key in group.sites and attention.paged and hint(shape(attention.query)[2]) == 1
+            for attention in state.attentions
+        )
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
         after = state.placeholders[-1]
         created: list[Node] = []
 
-        def add(kind: str, site: int, value: torch.Tensor) -> Node:
+        def add(kind: str, site: int, value: torch.Tensor | SymInt) -> Node:
             with graph.inserting_after(created[-1] if created else after):
                 node = graph.placeholder(f"paged_{kind}_{g}_{site}")
             node.meta["example_value"] = value
@@ -84,6 +89,10 @@ class Rewrite(Pass):
 
         table = add("table", 0, fake_like((batch, width), (width, 1), torch.int32, device, self._mode))
         lens = add("lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
+        chunks = []
+        if decodes:
+            for n, kind in enumerate(("num_chunks", "row_chunks")):
+                chunks.append(add(kind, 0, fresh_size(env, f"pi_{kind}_{g}", 16 + 2 * g + n)))
         for i, site in enumerate(group.sites):
             facts = state.inputs.get(site.past) if site.past is not None else None
             heads, dim = site.size("H"), site.size("D")
@@ -102,7 +111,7 @@ class Rewrite(Pass):
             anchor = graph.call_function(ops.plan_step, ())
         with graph.inserting_before(anchor):
             kv_len, new_tokens = size_node(graph, lead.size("S")), size_node(graph, count)
-        anchor.args = (table, lens, kv_len, new_tokens, block_size)
+        anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
         return anchor
 
     # -- bodies ----------------------------------------------------------------------------------------------
@@ -118,8 +127,15 @@ class Rewrite(Pass):
             with graph.inserting_before(write):
                 write.args = (arena, graph.call_method("transpose", (source, 1, 2)), plan)
 
-    @staticmethod
-    def _attend(graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
+    def _plan_mask(self, graph: Graph, mask: Node | None, plan: Node) -> Node | None:
+        """The mask as attention takes it: worked out once for all layers that share it."""
+        if mask is None:
+            return None
+        if (mask, plan) not in self._masks:
+            self._masks[mask, plan] = graph.call_function(ops.plan_mask, (mask, plan))
+        return self._masks[mask, plan]
+
+    def _attend(self, graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
         assert attention.key is not None and attention.value is not None and attention.mask is not None
         query, mask = attention.query, attention.mask
         head_dim = shape(query)[3]
@@ -127,13 +143,20 @@ class Rewrite(Pass):
             options: dict[str, object] = {
                 "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
             }
-            if mask.causal_offset is not None:
+            one_query = hint(shape(query)[2]) == 1
+            if mask.causal_offset is not None and not (mask.tensor is not None and one_query):  # the tensor says it
                 options["causal_offset"] = size_node(graph, mask.causal_offset)
-            if mask.window is not None:
+            if mask.window is not None and "causal_offset" in options:
                 options["window"] = size_node(graph, mask.window)
             node = graph.call_function(
                 ops.attention,
-                (query, arenas[id(attention.key)], arenas[id(attention.value)], plan, mask.tensor),
+                (
+                    query,
+                    arenas[id(attention.key)],
+                    arenas[id(attention.value)],
+                    plan,
+                    self._plan_mask(graph, mask.tensor, plan),
+                ),
                 options,
             )
         node.meta = dict(attention.node.meta)

@@ -6,7 +6,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import HealthCheck, settings
 
-_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+_common = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "print_blob": True,
+    "report_multiple_bugs": False,
+}
 settings.register_profile("ci", max_examples=40, stateful_step_count=40, **_common)
 settings.register_profile("fuzz", max_examples=4000, stateful_step_count=60, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,4 +1,5 @@
-"""The operations that rewritten graphs call: `plan_step`, `cache_write`, `attention`, `gather`, `copy_blocks`.
+"""The operations that rewritten graphs call: `plan_step`, `plan_mask`, `cache_write`, `attention`,
+`gather`, `copy_blocks`.
 
 They are plain functions, so that a compiler traces through them. On the CPU they are torch formulas that Inductor
 fuses into loops which read pages in place (`formulas`, `decode`); elsewhere they are the custom operators
@@ -6,6 +7,18 @@ fuses into loops which read pages in place (`formulas`, `decode`); elsewhere the
 """
 
 from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
-from .plan import StepPlan, plan_step
+from .decode import INDUCTOR_OPTIONS
+from .plan import MaskPlan, StepPlan, plan_mask, plan_step
 
-__all__ = ["StepPlan", "attention", "cache_write", "copy_blocks", "execute_copies", "gather", "plan_step"]
+__all__ = [
+    "INDUCTOR_OPTIONS",
+    "MaskPlan",
+    "StepPlan",
+    "attention",
+    "cache_write",
+    "copy_blocks",
+    "execute_copies",
+    "gather",
+    "plan_mask",
+    "plan_step",
+]

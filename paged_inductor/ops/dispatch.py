@@ -10,7 +10,8 @@ from torch import SymInt, Tensor
 from .. import kernels
 from ..kernels import reference
 from . import formulas, library
-from .plan import StepPlan
+from .decode import decode_attention
+from .plan import MaskPlan, StepPlan
 
 __all__ = ["attention", "cache_write", "copy_blocks", "execute_copies", "gather"]
 
@@ -31,7 +32,7 @@ def attention(
     k_arena: Tensor,
     v_arena: Tensor,
     plan: StepPlan,
-    mask: Tensor | None = None,
+    mask: MaskPlan | None = None,
     *,
     scale: float,
     causal_offset: int | SymInt | None = None,
@@ -40,16 +41,19 @@ def attention(
     """Attention of q [B, H_q, Q, D] over the pages of each row; returns [B, H_q, Q, Dv] in q's dtype.
 
     Logical key k (0..kv_len-1) is visible to query i if it is a token of the row (virtual padding is not) and
-    `k <= i + causal_offset` and `k > i + causal_offset - window`, where given. With `mask`, broadcastable to
-    [B, H_q, Q, kv_len] (bool: True is visible; float: added to the scaled scores), the mask alone decides about
-    virtual padding, whose keys and values are zeros. A query that sees nothing gives zeros.
+    `k <= i + causal_offset` and `k > i + causal_offset - window`, where given. With a mask (from `plan_mask`), the
+    mask alone decides about virtual padding, whose keys and values are zeros. A query that sees nothing gives zeros.
     """
+    dense = None if mask is None else mask.mask
     if library.uses_kernels(q.device):
         return torch.ops.paged_inductor.attention(
-            q, k_arena, v_arena, plan.block_table, plan.seq_lens, plan.kv_len, scale, causal_offset, window, mask
+            q, k_arena, v_arena, plan.block_table, plan.seq_lens, plan.kv_len, scale, causal_offset, window, dense
         )
+    one_query = isinstance(q.shape[2], int) and q.shape[2] == 1
+    if one_query and plan.chunks is not None and causal_offset is None and window is None:
+        return decode_attention(q, k_arena, v_arena, plan, mask, scale)
     return formulas.gathered_attention(
-        q, k_arena, v_arena, plan, mask, scale=scale, causal_offset=causal_offset, window=window
+        q, k_arena, v_arena, plan, dense, scale=scale, causal_offset=causal_offset, window=window
     )
 
 

@@ -1,12 +1,37 @@
-"""What all layers of a step share: block table, lengths, and the slots of the new tokens."""
+"""What all layers of a step share, computed once: tables, lengths, and on the CPU the work list of decode.
+
+Decode on the CPU works through *chunks* of `CHUNK_TOKENS` tokens of one row, in one flat list over all rows, so that
+its cost follows the live tokens, not the longest row.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import SymInt, Tensor
 
-__all__ = ["StepPlan", "plan_step"]
+from .._layout import CHUNK_TOKENS
+
+__all__ = ["Chunks", "MaskPlan", "StepPlan", "plan_mask", "plan_step"]
+
+Size = int | SymInt
+
+
+class Chunks(NamedTuple):
+    """The flat work list. NC chunks in all, of C blocks each; MC chunks in the longest row.
+
+    table: int64 [NC, C], their physical blocks; the zero page beyond a row's blocks. row: int64 [NC]. position: int64
+    [NC], logical position of a chunk's first slot. bias: float32 [NC, C * block_size], 0 where a slot holds a token of
+    its row, else -inf. of_row: int64 [B, MC], each row's chunks; count: int64 [B], how many of them are real.
+    """
+
+    table: Tensor
+    row: Tensor
+    position: Tensor
+    bias: Tensor
+    of_row: Tensor
+    count: Tensor
 
 
 class StepPlan(NamedTuple):
@@ -15,18 +40,90 @@ class StepPlan(NamedTuple):
     block_table: int32 [B, W] and seq_lens: int32 [B], tokens per row, those of this step included.
     kv_len: the logical length, at least every row's; shorter rows are virtually left padded.
     new_tokens: how many tokens per row this step writes (0 when it only reads).
-    block_size: tokens per block.
+    block_size: tokens per block. chunks: for decode on the CPU, else None.
     """
 
     block_table: Tensor
     seq_lens: Tensor
-    kv_len: int | SymInt
-    new_tokens: int | SymInt
+    kv_len: Size
+    new_tokens: Size
     block_size: int
+    chunks: Chunks | None
+
+
+class MaskPlan(NamedTuple):
+    """An attention mask, and for decode on the CPU what it means for every chunk and for virtual padding.
+
+    mask: [1 or B, 1 or H_q, 1 or Q, S], bool or float. bias: float32 [NC, 1 or H_q, C * block_size], to be added to
+    the scores. padding: float32 [1 or B, 1 or H_q], log of the summed weights of virtual-padding keys (which score 0).
+    """
+
+    mask: Tensor
+    bias: Tensor | None
+    padding: Tensor | None
 
 
 def plan_step(
-    block_table: Tensor, seq_lens: Tensor, kv_len: int | SymInt, new_tokens: int | SymInt, block_size: int
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: Size,
+    new_tokens: Size,
+    block_size: int,
+    num_chunks: Size = 0,
+    row_chunks: Size = 0,
 ) -> StepPlan:
-    """The plan of a step; see `StepPlan`."""
-    return StepPlan(block_table, seq_lens, kv_len, new_tokens, block_size)
+    """The plan of a step; see `StepPlan`.
+
+    num_chunks, row_chunks: at least the number of chunks of all rows, and of the longest row; 0 for no work list. The
+    table is then a whole number of chunks wide.
+    """
+    chunks = None
+    if not (isinstance(num_chunks, int) and num_chunks == 0) and block_table.device.type == "cpu":
+        chunks = _chunks(block_table, seq_lens, kv_len, block_size, num_chunks, row_chunks)
+    return StepPlan(block_table, seq_lens, kv_len, new_tokens, block_size, chunks)
+
+
+def _chunks(
+    block_table: Tensor, seq_lens: Tensor, kv_len: Size, block_size: int, num_chunks: Size, row_chunks: Size
+) -> Chunks:
+    blocks = CHUNK_TOKENS // block_size
+    lens = seq_lens.to(torch.int64)
+    count = (lens + CHUNK_TOKENS - 1) // CHUNK_TOKENS  # [B]
+    stop = count.cumsum(0)
+    number = torch.arange(num_chunks)
+    row = (number[:, None] >= stop).sum(1).clamp(max=block_table.shape[0] - 1)  # surplus chunks: of the last row
+    nth = number - (stop - count)[row]  # [NC], the how-manieth of its row
+    first = nth * CHUNK_TOKENS
+    slot = first[:, None] + torch.arange(CHUNK_TOKENS)  # [NC, tokens] of the row
+    bias = torch.where(slot < lens[row][:, None], 0.0, float("-inf"))
+    column = (nth[:, None] * blocks + torch.arange(blocks)).clamp(max=block_table.shape[1] - 1)
+    of_row = (stop - count)[:, None] + torch.arange(row_chunks)
+    return Chunks(
+        table=block_table[row[:, None], column].to(torch.int64),
+        row=row,
+        position=first + (kv_len - lens)[row],
+        bias=bias,
+        of_row=of_row.clamp(max=num_chunks - 1),
+        count=count,
+    )
+
+
+def plan_mask(mask: Tensor, plan: StepPlan) -> MaskPlan:
+    """A mask as attention takes it. `mask` is broadcastable to [B, H_q, Q, kv_len]: bool (True is visible) or float."""
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    chunks = plan.chunks
+    if chunks is None or not (isinstance(mask.shape[2], int) and mask.shape[2] == 1):
+        return MaskPlan(mask, None, None)
+    dense = mask[:, :, 0]  # [1|B, 1|Hq, S]
+    dense = torch.where(dense, 0.0, float("-inf")) if mask.dtype == torch.bool else dense.float()
+    position = chunks.position[:, None] + torch.arange(CHUNK_TOKENS)
+    if isinstance(mask.shape[3], int) and mask.shape[3] == 1:
+        dense = dense.expand(-1, -1, plan.kv_len)
+    position = position.clamp(0, plan.kv_len - 1)
+    row = torch.zeros_like(chunks.row) if isinstance(mask.shape[0], int) and mask.shape[0] == 1 else chunks.row
+    bias = dense.transpose(1, 2)[row[:, None], position].transpose(1, 2)  # [NC, 1|Hq, tokens]
+    start = plan.kv_len - plan.seq_lens.to(torch.int64)  # [B]
+    outside = torch.arange(plan.kv_len) < start[:, None, None]
+    padding = torch.where(outside, dense, float("-inf")).logsumexp(-1)  # [B, 1|Hq]
+    return MaskPlan(mask, bias.contiguous(), padding)

@@ -107,7 +107,7 @@ class View:
         self.aliases: weakref.WeakSet[View] | None = None
         self.cells: tuple[int, ...] | None = None
         self.children: dict[Hashable, list[weakref.ref[View]]] | None = None
-        self.taken: set[int] | None = None
+        self.taken: set[int] = set()
         group.holdings[self.serial] = Holding(rows, lengths, label)
 
     def __del__(self) -> None:

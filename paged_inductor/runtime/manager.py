@@ -143,7 +143,7 @@ class Manager:
             gc.collect()  # compilers leave caches of their first call in reference cycles
             self._drain()
             if not self._find(group, needed()):
-                raise self._exceeded(group, needed() - group.pool.num_free, self.budget(group.sites[0].device))
+                raise self._exceeded(group, needed())
 
     def _find(self, group: CacheGroup, needed: int) -> bool:
         """Grow a group's arenas, at the expense of other groups' free blocks if need be; whether that sufficed."""
@@ -178,7 +178,10 @@ class Manager:
             group.resizing = False
             self._idle.notify_all()
 
-    def _exceeded(self, group: CacheGroup, shortage: int, budget: int) -> KVBudgetExceeded:
+    def _exceeded(self, group: CacheGroup, needed: int) -> KVBudgetExceeded:
+        budget = self.budget(group.sites[0].device)
+        spare = max(0, budget - self._reserved()) // group.block_bytes
+        missing = needed - group.pool.num_free - spare
         held: dict[str, int] = {}
         for other in self._groups.values():
             seen: set[int] = set()
@@ -189,7 +192,7 @@ class Manager:
         holders = sorted(held.items(), key=lambda item: -item[1])
         listing = ", ".join(f"{label}: {size / 2**20:.1f} MiB" for label, size in holders) or "nobody"
         return KVBudgetExceeded(
-            f"the KV budget of {budget / 2**20:.1f} MiB is exhausted: this step needs {shortage} more block(s) of "
+            f"the KV budget of {budget / 2**20:.1f} MiB is exhausted: this step needs {missing} more block(s) of "
             f"{group.block_bytes / 2**10:.1f} KiB. Held now by {listing}. Existing caches are intact: drop some "
             'of them, shorten the batch, or raise the limit with paged_inductor.configure(kv_budget="…GiB")',
             holders,

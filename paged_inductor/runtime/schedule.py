@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._layout import CHUNK_TOKENS, chunks_needed
 from .pool import ZERO_BLOCK
 
 if TYPE_CHECKING:
@@ -19,14 +20,26 @@ _SPARE = 1.25  # a table is laid out for a quarter more blocks than it holds, so
 
 
 class Schedule:
-    """What the kernels read: `block_table` int32 [B, W] and `seq_lens` int32 [B], on the group's device.
+    """What the kernels read: `block_table` int32 [B, W] and `seq_lens` int32 [B], on the group's device, and the sizes
+    of the work list that decode makes of them (`num_chunks` for all rows, `row_chunks` for the longest).
 
-    `W` is at least the longest row's number of blocks; entries beyond a row's blocks are the zero page. The host
+    `W` is a whole number of chunks, and at least the longest row's; entries beyond a row's blocks are the zero page.
+    The host
     copies are plain arrays that the CPU tensors share memory with, so that one entry is changed in 0.1 us.
     A schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
     """
 
-    __slots__ = ("_block_size", "_device", "_lens", "_table", "_width", "block_table", "seq_lens")
+    __slots__ = (
+        "_block_size",
+        "_device",
+        "_lens",
+        "_table",
+        "_width",
+        "block_table",
+        "num_chunks",
+        "row_chunks",
+        "seq_lens",
+    )
 
     def __init__(self, view: View) -> None:
         group = view.group
@@ -36,9 +49,16 @@ class Schedule:
         tables = [row.blocks[: -(-seen // group.block_size)] for row, seen in zip(view.rows, view.lengths)]
         self._layout(tables, max(map(len, tables), default=0))
         self._publish_lens()
+        self._count_chunks()
+
+    def _count_chunks(self) -> None:
+        counts = [chunks_needed(length) for length in self._lens]
+        self.num_chunks = max(1, sum(counts))
+        self.row_chunks = max(1, max(counts, default=0))
 
     def _layout(self, tables: Sequence[Sequence[int]], width: int) -> None:
-        self._width = width = int(width * _SPARE) + 2
+        chunk = CHUNK_TOKENS // self._block_size
+        self._width = width = (int(width * _SPARE) // chunk + 1) * chunk
         host = array("i", [ZERO_BLOCK]) * (len(tables) * width)
         for i, blocks in enumerate(tables):
             host[i * width : i * width + len(blocks)] = array("i", blocks)
@@ -75,5 +95,6 @@ class Schedule:
         table = self._table
         for i, j, block in changes:
             table[i * width + j] = block
+        self._count_chunks()
         if not on_host:
             self._publish_table()

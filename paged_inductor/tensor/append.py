@@ -37,8 +37,9 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
             new = rest[0] if len(rest) == 1 else torch.cat(rest, dim)
             if _fits(first, new, dim):
                 return _append(first, new)
-        if axis == "B" and all(isinstance(part, PagedTensor) and part._form is first._form for part in parts):
-            view = derive.merge([part._view for part in parts], [part._form.site for part in parts])
+        alike = [part for part in parts if isinstance(part, PagedTensor) and part._form is first._form]
+        if axis == "B" and len(alike) == len(parts):
+            view = derive.merge([part._view for part in alike], [part._form.site for part in alike])
             return PagedTensor(view, first._form)
     return HANDLERS[None](func, tensors, dim)
 

@@ -112,12 +112,13 @@ def _paged(
     group = view.group
     arenas = group.arenas
     with torch.no_grad(), manager().using(group):
+        plan = step_plan(view, decodes=query.shape[2] == 1)
         return ops.attention(
             query,
             arenas[key._form.site],
             arenas[value._form.site],
-            step_plan(view),
-            attn_mask,
+            plan,
+            None if attn_mask is None else ops.plan_mask(attn_mask, plan),
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             causal_offset=0 if is_causal else None,
         )
@@ -137,4 +138,4 @@ def _without_padding(
     visible = shown(visible, key._form)[..., :1, :, :1].transpose(-2, -1)  # B 1 1 S
     if is_causal:
         visible = visible & torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device).tril()
-    return visible, False
+    return torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, float("-inf")), False

@@ -63,7 +63,7 @@ def _locked_child(
     view = make()
     view.taken = {site}
     if alias is not None:
-        if parent.aliases is None:
+        if parent.aliases is None or parent.cells is None:
             parent.aliases = weakref.WeakSet((parent,))
             parent.cells = tuple(next(_cells) for _ in parent.rows)
         view.cells = tuple(parent.cells[i] for i in alias)
@@ -166,10 +166,10 @@ def expanded(view: View) -> bool:
 
 def places(view: View) -> list[list[tuple[View, int]]]:
     """For every batch row of `view`, all (view, position) pairs that are the same place. The caller holds `locked`."""
-    if view.aliases is None:
+    if view.aliases is None or view.cells is None:
         return [[(view, i)] for i in range(len(view.rows))]
     shown: dict[int, list[tuple[View, int]]] = {}
     for member in view.aliases:
-        for i, cell in enumerate(member.cells):
+        for i, cell in enumerate(member.cells or ()):
             shown.setdefault(cell, []).append((member, i))
     return [shown[cell] for cell in view.cells]

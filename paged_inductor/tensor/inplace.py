@@ -159,7 +159,7 @@ def _sequence_range(handle: PagedTensor) -> tuple[int, str] | None:
             continue
         if func is not aten.slice.Tensor:
             return None
-        dim, start, end, stride = (*args, *(0, None, None, 1)[len(args) :])
+        dim, start, end, stride = args + (0, None, None, 1)[len(args) :]
         if axes[dim] != "S" or stride != 1:
             return None
         begin, limit, _ = slice(start, end).indices(stop - first)

@@ -21,10 +21,13 @@ __all__ = ["copy_out", "dense_copy", "shown", "stand_in", "step_plan", "views_of
 aten = torch.ops.aten
 
 
-def step_plan(view: View, new_tokens: int = 0) -> ops.StepPlan:
-    """The plan of an operation on `view` whose last `new_tokens` tokens are to be written."""
+def step_plan(view: View, new_tokens: int = 0, decodes: bool = False) -> ops.StepPlan:
+    """The plan of an operation on `view` whose last `new_tokens` tokens are to be written; with the work list of decode if it `decodes`."""
     schedule = manager().schedule(view)
-    return ops.plan_step(schedule.block_table, schedule.seq_lens, view.length, new_tokens, view.group.block_size)
+    sizes = (schedule.num_chunks, schedule.row_chunks) if decodes else ()
+    return ops.plan_step(
+        schedule.block_table, schedule.seq_lens, view.length, new_tokens, view.group.block_size, *sizes
+    )
 
 
 def copy_out(view: View, form: Form) -> Tensor:
@@ -93,8 +96,11 @@ def lazy_view(func: Any, handle: PagedTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operator without a meaning of its own: put off if it makes a view, written back if it writes in place,
-    else carried out on dense copies."""
+    """Any operator without a meaning of its own: taken apart if torch defines it by others, put off if it makes a view,
+    written back if it writes in place, else carried out on dense copies."""
+    parts = func.decompose(*args, **kwargs)  # in inference mode they arrive whole
+    if parts is not NotImplemented:
+        return parts
     if args and isinstance(args[0], PagedTensor) and views_of(func):
         return lazy_view(func, *args, **kwargs)
     mutated = _mutated(func, args, kwargs)

@@ -77,6 +77,14 @@ def unsqueeze(func: Any, handle: PagedTensor, dim: int) -> PagedTensor:
     return _with_axes(handle, form.axes[:at] + "R" + form.axes[at:], 1, func(stand_in(handle), dim))
 
 
+@handles(aten.squeeze.dim)
+def squeeze(func: Any, handle: PagedTensor, dim: int) -> PagedTensor:
+    form = handle._form
+    if form.steps or form.axes[dim] != "R" or form.repeats != 1:
+        return _give_up(func, handle, dim)
+    return _with_axes(handle, form.axes.replace("R", ""), 1, func(stand_in(handle), dim))
+
+
 @handles(aten.expand.default)
 def expand(func: Any, handle: PagedTensor, size: list[int], **kwargs: Any) -> PagedTensor:
     form = handle._form
@@ -95,7 +103,7 @@ def expand(func: Any, handle: PagedTensor, size: list[int], **kwargs: Any) -> Pa
     return _give_up(func, handle, size, **kwargs)
 
 
-@handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+@handles(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, handle: PagedTensor, size: list[int], *args: Any) -> PagedTensor:
     """No change, or the merge of a broadcast dimension into the heads or into the batch before it."""
     form = handle._form

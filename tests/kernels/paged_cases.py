@@ -153,4 +153,6 @@ def masks(draw: st.DrawFn, full: tuple[int, int, int, int]) -> Tensor | None:
     if kind == torch.bool:
         return seen
     bias = torch.randn(shape, generator=generator).to(kind)
-    return bias.masked_fill_(~seen, draw(st.sampled_from([float("-inf"), torch.finfo(kind).min])))
+    # float32 scores near float16's least number keep 2**-8 of precision: a row of them is no test of a kernel
+    hidden = [float("-inf")] if kind == torch.float16 else [float("-inf"), torch.finfo(kind).min]
+    return bias.masked_fill_(~seen, draw(st.sampled_from(hidden)))

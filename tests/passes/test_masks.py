@@ -203,6 +203,7 @@ KNOWN = {
     "lookup": (lambda q, k: true(k, k).tril()[None, None, torch.arange(q) + 4], (4, None)),
     "index_select": (lambda q, k: true(k, k).tril().index_select(0, torch.arange(4, 4 + q)), (4, None)),
     "transposed": (lambda q, k: true(k, q).triu(-4).T, (4, None)),
+    "permuted": (lambda q, k: true(1, q, k).tril(4).permute(1, 2, 0)[..., 0], (4, None)),
     "unit views": (
         lambda q, k: true(q, k).tril(4).view(1, q, 1, k).transpose(1, 2).expand(2, -1, -1, -1),
         (4, None)),
@@ -260,6 +261,7 @@ PASSED_ON = {
     "nan": (lambda q, k: torch.zeros(q, k) * -INF, "NaN"),
     "alibi": (lambda q, k: torch.sub(*grid(q, k)) * -0.5, "bias"),
     "every other": (lambda q, k: torch.sub(*grid(q, k)) % 2 == 0, "not a causal"),
+    "remainder": (lambda q, k: (grid(q, k)[1] % 3 <= 1).expand(q, k), "not a causal"),
     "prefix": (lambda q, k: (grid(q, k)[1] < 3).expand(q, k), "not a causal"),
     "overflow": (lambda q, k: grid(q, k)[1] + (2**63 - 3) > grid(q, k)[0], "overflow"),
     "narrow overflow": (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch import Tensor
+
 from paged_inductor.runtime import SiteSpec, View, manager
 from paged_inductor.tensor import PagedTensor
 from paged_inductor.tensor.append import store
 from paged_inductor.tensor.handle import plain
-from torch import Tensor
 
 __all__ = ["as_bhsd", "paged_like", "sequence_dim", "view_of"]
 

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-import paged_inductor.ops as ops
 import torch
 import torch.nn.functional as F
-from paged_inductor.tensor import PagedTensor
 from torch import Tensor
+
+import paged_inductor.ops as ops
+from paged_inductor.tensor import PagedTensor
 
 __all__ = ["Boom", "Pair", "attention", "broken"]
 
@@ -20,7 +21,7 @@ class Boom(Exception):
     """Raised in the middle of a step, on purpose."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """`paged` must always equal `dense`. `base` is the dense tensor (in the order `axes`) that `dense` is a view of,
     and `pads` its rows' virtual left padding, which reads as zeros whatever is written there."""
@@ -80,5 +81,9 @@ def attention(
 @contextmanager
 def broken(name: str) -> Iterator[None]:
     """Let the operation `name` (cache_write, execute_copies, …) raise `Boom`."""
-    with mock.patch.object(ops, name, side_effect=Boom(name)):
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise Boom(name)
+
+    with mock.patch.object(ops, name, new=fail):
         yield

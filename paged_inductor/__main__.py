@@ -1,0 +1,36 @@
+"""`python -m paged_inductor doctor | ab`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m paged_inductor", description="Virtual memory for KV caches.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("doctor", help="what is installed, and whether a small paged loop compiles and is right")
+    ab = commands.add_parser("ab", help="the same generation dense and paged, side by side (needs the extra 'hf')")
+    ab.add_argument("--model", required=True, help="folder of a transformers model")
+    ab.add_argument("--gguf", help="name of the GGUF file in that folder, if the weights are in one")
+    ab.add_argument("--prompt", required=True, action="append", help="may be given several times, for a batch")
+    ab.add_argument("--tokens", type=int, default=32, help="new tokens to generate (default: %(default)s)")
+    ab.add_argument("--beams", type=int, default=1, help="beams to search with (default: %(default)s)")
+    ab.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    ab.add_argument("--inner", default="eager", choices=("inductor", "aot_eager", "eager"))
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        from ._doctor import doctor
+
+        return doctor()
+    from ._ab import ab as compare
+
+    return compare(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

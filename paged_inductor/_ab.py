@@ -1,0 +1,90 @@
+"""`python -m paged_inductor ab`: one generation, dense and paged, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import textwrap
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from . import explain, page, stats
+from .compare import Generation, first_difference, generate, percentile
+
+__all__ = ["ab"]
+
+
+def ab(options: argparse.Namespace) -> int:
+    """Run the comparison. Returns 0 if the tokens are equal, 1 if not, 2 if the extra is not installed."""
+    try:
+        model, tokenizer = _load(options)
+    except ImportError as error:
+        print(f"{error}\nthis command needs the extra: pip install 'paged-inductor[hf]'")
+        return 2
+    texts = [_chat(tokenizer, prompt) for prompt in options.prompt]
+    encoded = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)
+    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    settings: dict[str, Any] = {"max_new_tokens": options.tokens, "num_beams": options.beams, "do_sample": False}
+    print("dense ...", flush=True)
+    dense = _timed(model, inputs, settings)
+    page(model, inner=options.inner)
+    print("paged (the first run compiles) ...", flush=True)
+    paged = _timed(model, inputs, settings)
+    start = inputs["input_ids"].shape[1]
+    for left, right in zip(dense.tokens, paged.tokens):
+        _beside(tokenizer.decode(left[start:], skip_special_tokens=True), tokenizer.decode(right[start:], True))
+    _row("", "dense", "paged")
+    _row("KV KiB held", *(f"{side.kv_bytes / 1024:.0f}" for side in (dense, paged)))
+    for percent in (50, 95):
+        _row(
+            f"ms/token P{percent}",
+            *(f"{percentile(side.watch.milliseconds, percent):.1f}" for side in (dense, paged)),
+        )
+    _row("copied on write", "-", str(stats().copies_on_write))
+    print(str(explain(model)).splitlines()[-1])
+    where = first_difference(dense.tokens, paged.tokens)
+    print("tokens: equal" if where is None else f"tokens: DIFFERENT from row {where[0]}, position {where[1]} on")
+    return 0 if where is None else 1
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+    if os.path.isdir(options.model):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all files are there: nothing to ask a server for
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"gguf_file": options.gguf} if options.gguf else {}
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left", **source)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, **source)
+    return model.eval(), tokenizer
+
+
+def _chat(tokenizer: Any, prompt: str) -> str:
+    """The prompt as a chat turn, if the model has a chat template."""
+    if not tokenizer.chat_template:
+        return prompt
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+
+def _timed(model: Any, inputs: dict[str, torch.Tensor], settings: dict[str, Any]) -> Generation:
+    """The second of two equal runs, so that neither compiling nor first-time allocation counts."""
+    generate(model, inputs, **settings)
+    return generate(model, inputs, **settings)
+
+
+def _beside(left: str, right: str) -> None:
+    width = max(30, (shutil.get_terminal_size().columns - 3) // 2)
+    columns = [[line for part in text.splitlines() for line in textwrap.wrap(part, width)] for text in (left, right)]
+    for a, b in zip_longest(*columns, fillvalue=""):
+        print(f"{a:{width}} | {b}")
+    print()
+
+
+def _row(name: str, *cells: str) -> None:
+    print(f"{name:18}" + "".join(f"{cell:>14}" for cell in cells))
