@@ -90,7 +90,7 @@ def _gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -
     tokens = tokens.clamp_min(0)
     block_ids = block_table.gather(1, tokens // block_size).long()  # [B, S]
     dense = arena.transpose(1, 2)[block_ids, tokens % block_size]  # [B, S, H_kv, D]
-    return dense.masked_fill_(padding[..., None, None], 0.0).transpose(1, 2)
+    return dense.masked_fill_(padding[..., None, None], 0.0).transpose(1, 2).contiguous()
 
 
 def _write(pairs: tuple[tuple[Tensor, Tensor], ...], block_table: Tensor, seq_lens: Tensor) -> None:

@@ -180,13 +180,11 @@ class CacheGroup:
         return sum(filled.values()), sum(count > 1 for count in seen.values())
 
     def rebind(self, view: View, position: int, row: Row) -> None:
-        """Let batch row `position` of `view` see the tokens of `row` in place of those it saw."""
-        old, seen = view.rows[position], view.lengths[position]
-        register(row, seen)
+        """Let batch row `position` of `view` see the tokens of `row`; the row it saw stays registered for it."""
+        register(row, view.lengths[position])
         view.rows = (*view.rows[:position], row, *view.rows[position + 1 :])
         self.holdings[view.serial].rows = view.rows
         view.schedule = None
-        unregister(old, seen, self.pool, self.block_size)
 
     def resize(self, num_blocks: int) -> None:
         """Replace the arenas by ones of `num_blocks` blocks, one site at a time; the pool's ids must fit both.

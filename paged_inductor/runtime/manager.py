@@ -25,7 +25,7 @@ from .group import CacheGroup, SiteSpec, View
 from .memory import free_bytes
 from .pool import OutOfBlocks
 from .schedule import Schedule
-from .table import Row, append_rows, blocks_needed, fork_row, private_blocks, register
+from .table import Row, append_rows, blocks_needed, fork_row, private_blocks, register, unregister
 
 __all__ = ["Manager", "Place", "StepViews", "manager"]
 
@@ -311,13 +311,16 @@ class Manager:
         """Let places see rows of `own` in place of those they saw: all of them or, if interrupted, none."""
         with self.locked():
             before = [(view, view.rows) for (view, _), _ in moves]
+            left = [(view.rows[position], view.lengths[position]) for (view, position), _ in moves]
             try:
                 for (view, position), i in moves:
                     group.rebind(view, position, own.rows[i])
             except BaseException:
-                for view, rows in reversed(before):
+                for view, rows in before:
                     view.rows = group.holdings[view.serial].rows = rows
                 raise
+            for row, seen in left:
+                unregister(row, seen, group.pool, group.block_size)
 
     # -- steps -----------------------------------------------------------------------------------------------
 

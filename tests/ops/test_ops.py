@@ -1,0 +1,172 @@
+"""The operations: opcheck, and the CPU formulas against float64 over shapes, masks and ragged lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_inductor import ops
+from paged_inductor.ops import formulas
+from paged_inductor.ops.decode import decode_formula
+
+from .pages import random_pages, reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def masks(kind: str, batch: int, heads: int, queries: int, length: int) -> torch.Tensor | None:
+    generator = torch.Generator().manual_seed(length)
+    if kind == "none":
+        return None
+    shape = {"rows": (batch, 1, queries, length), "heads": (1, heads, queries, length), "flat": (queries, length)}
+    noise = torch.randn(shape[kind.split("-")[1]], generator=generator)
+    return noise > 0 if kind.startswith("bool") else noise
+
+
+MASKS = ["none", "bool-rows", "bool-heads", "bool-flat", "float-rows", "float-heads", "float-flat"]
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (12, 1)]),
+    dims=st.sampled_from([(16, 16), (8, 8), (24, 16), (80, 80), (64, 32)]),
+    block_size=st.sampled_from([8, 16, 64]),
+    transposed=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    mask=st.sampled_from(MASKS),
+    seed=st.integers(0, 1000),
+)
+def test_decode_formula_is_attention(
+    lengths: list[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    block_size: int,
+    transposed: bool,
+    dtype: torch.dtype,
+    mask: str,
+    seed: int,
+) -> None:
+    """The formula itself, run eagerly: NaN in every slot that no row owns must not leak."""
+    pages = random_pages(lengths, heads[1], *dims, dtype, block_size, transposed, seed)
+    q = torch.randn(len(lengths), heads[0], 1, dims[0], generator=torch.Generator().manual_seed(seed)).to(dtype)
+    given_mask = masks(mask, len(lengths), heads[0], 1, pages.kv_len)
+    plan = pages.plan(1)
+    planned = None if given_mask is None else ops.plan_mask(given_mask, plan)
+    chunks = plan.chunks
+    assert chunks is not None
+    packed = q.view(len(lengths), heads[1], heads[0] // heads[1], dims[0])
+    extra = (None, None) if planned is None else (planned.bias, planned.padding)
+    out = decode_formula(
+        packed, pages.k_arena, pages.v_arena, chunks.table, chunks.row, chunks.bias, chunks.of_row, chunks.count, *extra, 0.3
+    )
+    expected = reference(pages, q, given_mask, 0.3)
+    torch.testing.assert_close(
+        out.view(*q.shape[:3], dims[1]).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("mask", ["none", "bool-rows", "float-heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_decode_serves_all_sizes_with_one_compilation(mask: str, dtype: torch.dtype) -> None:
+    from paged_inductor.ops import decode
+
+    before = len(decode._formula._compiled)
+    for lengths in ([5], [1, 700], [130, 128, 129, 1], [64] * 7):
+        pages = random_pages(lengths, 3, 16, 16, dtype, seed=len(lengths))
+        q = torch.randn(len(lengths), 9, 1, 16).to(dtype)
+        given_mask = masks(mask, len(lengths), 9, 1, pages.kv_len)
+        plan = pages.plan(1)
+        planned = None if given_mask is None else ops.plan_mask(given_mask, plan)
+        out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.25)
+        expected = reference(pages, q, given_mask, 0.25)
+        torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert len(decode._formula._compiled) <= before + 1
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(4, 90), min_size=1, max_size=3),
+    heads=st.sampled_from([(2, 2), (6, 2)]),
+    queries=st.integers(2, 4),
+    mask=st.sampled_from(MASKS),
+    causal=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_several_queries(
+    lengths: list[int], heads: tuple[int, int], queries: int, mask: str, causal: bool, seed: int
+) -> None:
+    pages = random_pages(lengths, heads[1], 8, 8, seed=seed)
+    q = torch.randn(len(lengths), heads[0], queries, 8, generator=torch.Generator().manual_seed(seed))
+    given_mask = masks(mask, len(lengths), heads[0], queries, pages.kv_len)
+    plan = pages.plan(queries, decodes=False)
+    offset = pages.kv_len - queries if causal else None
+    planned = None if given_mask is None else ops.plan_mask(given_mask, plan)
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.3, causal_offset=offset)
+    expected = reference(pages, q, given_mask, 0.3, offset)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(6, 60), min_size=1, max_size=3),
+    count=st.integers(1, 6),
+    block_size=st.sampled_from([8, 16]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_write_then_gather(lengths: list[int], count: int, block_size: int, transposed: bool, seed: int) -> None:
+    pages = random_pages(lengths, 2, 8, 8, block_size=block_size, transposed=transposed, seed=seed)
+    plan = pages.plan(count, decodes=False)
+    before = ops.gather(pages.k_arena, plan)
+    new = torch.randn(len(lengths), 2, count, 8)
+    ops.cache_write(pages.k_arena, new, plan)
+    after = ops.gather(pages.k_arena, plan)
+    assert torch.equal(after[:, :, -count:], new)
+    assert torch.equal(after[:, :, :-count], before[:, :, :-count])
+    for i, length in enumerate(lengths):
+        assert not after[i, :, : pages.kv_len - length].any()
+    assert not pages.k_arena[0].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_custom_operators_pass_opcheck(transposed: bool) -> None:
+    pages = random_pages([20, 7], 2, 16, 16, transposed=transposed)
+    table, lens = pages.block_table, pages.seq_lens
+    q = torch.randn(2, 4, 1, 16)
+    library = torch.ops.paged_inductor
+    torch.library.opcheck(library.cache_write.default, (pages.k_arena, torch.randn(2, 2, 3, 16), table, lens))
+    torch.library.opcheck(library.gather.default, (pages.k_arena, table, lens, 20))
+    arguments = (q, pages.k_arena, pages.v_arena, table, lens, 20, 0.25)
+    torch.library.opcheck(library.attention.default, arguments)
+    torch.library.opcheck(library.attention.default, (*arguments, 19, 8, torch.ones(1, 1, 1, 20, dtype=torch.bool)))
+    chunks = pages.plan(1).chunks
+    assert chunks is not None
+    decode = (q.view(2, 2, 2, 16), pages.k_arena, pages.v_arena, chunks.table, chunks.row, chunks.bias)
+    torch.library.opcheck(library.decode.default, (*decode, chunks.of_row, chunks.count, None, None, 0.25))
+
+
+def test_fully_masked_rows_give_zeros() -> None:
+    pages = random_pages([20, 7], 2, 8, 8)
+    q = torch.randn(2, 4, 1, 8)
+    plan = pages.plan(1)
+    nothing = torch.zeros(2, 1, 1, 20, dtype=torch.bool)
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, ops.plan_mask(nothing, plan), scale=1.0)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_cost_follows_live_tokens_not_the_longest_row() -> None:
+    """One long row among short ones: the work list holds their chunks, not a rectangle."""
+    pages = random_pages([1000, *[16] * 15], 1, 8, 8)
+    chunks = pages.plan(1).chunks
+    assert chunks is not None
+    assert chunks.table.shape[0] == 8 + 15
+
+
+def test_visibility_without_tensor_masks() -> None:
+    pages = random_pages([6, 3], 1, 8, 8)
+    visible = formulas.visibility(pages.plan(2, decodes=False), 2, 4, 2, None)
+    rows = [[[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]] * 2
+    assert torch.equal(visible.int(), torch.tensor(rows)[:, None].int())
