@@ -1,4 +1,4 @@
-"""What all benchmarks share: paired timing, machine facts, JSON. Ratios come first; absolute times are this machine's."""
+"""What all benchmarks share: paired timing, machine facts, JSON. Ratios first; absolute times are this machine's."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # the bars on the screen are this program's own
 
-import smollm2
 import torch
-from paged_inductor.compare import Generation, Watch, cache_tensors, first_difference, percentile
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import paged_inductor
+import smollm2
+from paged_inductor.compare import Generation, Watch, cache_tensors, first_difference, percentile
 
 PICTURE = Path("demo_pages.png")
 
@@ -77,7 +77,13 @@ def quiet() -> None:
 
 
 def progress(console: Console) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=console, refresh_per_second=4)
 
 

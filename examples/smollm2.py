@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from the wheel; read when transformers is imported
 
 import torch
+
 from paged_inductor.compare import Generation, Watch, generate
 
 __all__ = ["MODES", "Chat", "Mode", "load"]

@@ -72,9 +72,7 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
     return problem.q.element_size(), max(problem.head_dim, problem.v_head_dim)
 
 
-def _configs(
-    problem: AttentionProblem, limits: DeviceLimits, entries: tuple[Entry, ...]
-) -> list[LaunchConfig]:
+def _configs(problem: AttentionProblem, limits: DeviceLimits, entries: tuple[Entry, ...]) -> list[LaunchConfig]:
     """Drop tiles more than half empty and buffers that overflow shared memory; one choice if interpreted."""
     if INTERPRETED:
         return [LaunchConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1)]

@@ -33,9 +33,7 @@ def attention(
     The caller keeps every `seq_lens[b]` within kv_len and the block table within the arenas. `allocate(shape,
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
     """
-    problem = attention_problem(
-        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask
-    )
+    problem = attention_problem(q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask)
     checks.launchable(q, INTERPRETED)
     out = allocate(problem.out_shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:

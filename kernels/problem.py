@@ -196,7 +196,6 @@ def _expand_mask(mask: Tensor, q: Tensor, kv_len: int) -> Tensor:
     full = (*q.shape[:3], kv_len)
     if any(got not in (1, want) for got, want in zip(mask.shape, full, strict=True)):
         raise KernelInputError(
-            f"mask has shape {tuple(mask.shape)}; allowed: {full} where any dim may be 1; "
-            "slice or unsqueeze it"
+            f"mask has shape {tuple(mask.shape)}; allowed: {full} where any dim may be 1; slice or unsqueeze it"
         )
     return mask.expand(full)

@@ -26,9 +26,7 @@ def attention(
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Twin of `kernels.attention`."""
-    problem = attention_problem(
-        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask
-    )
+    problem = attention_problem(q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask)
     batch, num_heads, q_len, _ = problem.out_shape
     packed = (batch, problem.num_kv_heads, problem.packed_rows)
     k = _gather(k_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, D]

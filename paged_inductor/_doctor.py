@@ -7,6 +7,7 @@ import platform
 import shutil
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ def doctor() -> int:
     healthy = True
     for device in devices:
         for inner in ("eager", "inductor"):
-            fault = _fault(lambda inner=inner, device=device: _check_loop(inner, device))
+            fault = _fault(partial(_check_loop, inner, device))
             print(f"  {device!s:18} paged loop, inner={inner!r}: {fault or 'right'}")
             healthy = healthy and not fault
     fault = _fault(check_integrity)

@@ -36,7 +36,7 @@ def compile_paged(function: Callable[..., Any], options: Mapping[str, Any]) -> C
     backend.pages_kv = True  # type: ignore[attr-defined]
     entry = _entry(function)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(entry, backend=backend, recompile_limit=RECOMPILE_LIMIT)
+        return torch.compile(entry, backend=backend, recompile_limit=RECOMPILE_LIMIT)  # type: ignore[call-overload]
     compiled = torch.compile(entry, backend=backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     arguments, `model` must be paged: all its graphs compiled so far are explained.
     """
     if not args and not kwargs and isinstance(model, nn.Module) and is_paged(model):
-        return Explanation(tuple(reports.published(model.forward.options["label"])))
+        return Explanation(tuple(reports.published(model.forward.options["label"])))  # type: ignore[attr-defined]
     function = model
     if isinstance(model, nn.Module):
         function = type(model).forward.__get__(model) if isinstance(model.forward, PagedForward) else model.forward

@@ -13,6 +13,7 @@ __all__ = ["INNER_COMPILERS", "compile_inner"]
 
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 
+
 def compile_inner(
     gm: GraphModule, example_inputs: Sequence[Any], inner: str, inductor: Mapping[str, Any]
 ) -> Callable[..., Any]:
@@ -25,4 +26,5 @@ def compile_inner(
         return aot_eager(gm, list(example_inputs))
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs), config_patches={**INDUCTOR_OPTIONS, **inductor})
+    options = {**INDUCTOR_OPTIONS, **inductor}
+    return compile_fx(gm, list(example_inputs), config_patches=options)  # type: ignore[return-value]

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import SymInt, Tensor
+from torch import SymInt
 from torch.fx import GraphModule
 
 from . import ops
 from .passes import CacheSite, GraphState, PagedInput
+from .passes.tensors import same_size
 from .runtime import CacheGroup, SiteSpec, StepViews, View, manager
 from .sizes import size_reader
-from .passes.tensors import same_size
 from .tensor import PagedTensor
 from .tensor.handle import Form, plain
 
@@ -32,9 +31,7 @@ def describe(handle: PagedTensor) -> PagedInput | None:
     spec = group.sites[form.site]
     strides = spec.strides(group.block_size)
     cache = id(handle._view)
-    return PagedInput(
-        form.axes, spec.heads, spec.head_dim, spec.dtype, group.block_size, strides, form.site, cache
-    )
+    return PagedInput(form.axes, spec.heads, spec.head_dim, spec.dtype, group.block_size, strides, form.site, cache)
 
 
 def make_dense(value: Any) -> Any:
@@ -170,16 +167,18 @@ class PagedProgram:
         return self._dense(*map(make_dense, args))
 
 
-def plan_groups(
-    gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int
-) -> list[GroupPlan]:
+def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int) -> list[GroupPlan]:
     """The runtime side of every cache group that the passes found. `examples`: the arguments of the first call."""
     captured = gm.graph.find_nodes(op="placeholder")
     position = {node.name: i for i, node in enumerate(captured)}
     plans = []
     for g, group in enumerate(state.groups):
         lead = group.sites[0]
-        inputs = [(position[site.past.name], plain(state.inputs[site.past].site, site.axes)) for site in group.sites if site.past]
+        inputs = [
+            (position[site.past.name], plain(state.inputs[site.past].site, site.axes))
+            for site in group.sites
+            if site.past
+        ]
         if group.kind == "create":
             cache_group = manager().group(tuple(site_spec(site) for site in group.sites), block_size)
             ordinals = list(range(len(group.sites)))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from .passes import GraphReport
 
-__all__ = ["collect", "published", "publish"]
+__all__ = ["collect", "publish", "published"]
 
 _lock = threading.Lock()
 _recent: deque[tuple[str, GraphReport]] = deque(maxlen=1000)

@@ -57,7 +57,9 @@ def page_graph(
     """
     copy = clone(gm)
     copy.graph.eliminate_dead_code()  # Dynamo leaves size queries behind that would pass for readers of the caches
-    state = GraphState(copy, {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs})
+    state = GraphState(
+        copy, {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs}
+    )
     for step in pipeline(fake_mode, block_size, arena_strides):
         step(state)
     return state, report(state)

@@ -32,7 +32,7 @@ class MatchAttention(Pass):
         site = AttentionSite(node, query)
         site.mask_node = argument(node, 3, "attn_mask")
         site.is_causal = bool(argument(node, 5, "is_causal", False))
-        site.scale = node.kwargs.get("scale")
+        site.scale = node.kwargs.get("scale")  # type: ignore[assignment]
         site.reason = self._refuse(node, query, key, value)
         if site.reason:
             return site
@@ -63,7 +63,9 @@ class MatchAttention(Pass):
         """The cache that an operand is, and the cache's axes; or why it is none."""
         reason = ""
         for layout in ("BHSD", "BSHD"):
-            found = trace_heads(operand, lambda n: n in axes or n in returned, lambda n: axes.get(n, layout))
+            found = trace_heads(
+                operand, lambda n: n in axes or n in returned, lambda n, layout=layout: axes.get(n, layout)
+            )
             if isinstance(found, str):
                 reason = reason or found
                 continue

@@ -70,8 +70,8 @@ class MatchCreates(Pass):
             site.outputs = [i for i, output in enumerate(state.outputs) if output is site.node]
         axes = self._kept_by_attention(state, positions)
         for node in positions:
-            if node not in axes and (layout := self._kept_by_join(state, node)):
-                axes[node] = layout
+            if node not in axes and (join := self._kept_by_join(state, node)):
+                axes[node] = join
         for node, (layout, role, form) in axes.items():
             state.sites.append(CacheSite("create", node, layout, form, role=role, outputs=positions[node]))
         return len(axes)

@@ -24,7 +24,9 @@ class Heads:
         self.repeats = 1
 
 
-def trace_heads(node: Node, is_site: Callable[[Node], bool], site_axes: Callable[[Node], str]) -> tuple[Node, Heads] | str:
+def trace_heads(
+    node: Node, is_site: Callable[[Node], bool], site_axes: Callable[[Node], str]
+) -> tuple[Node, Heads] | str:
     """Follow `node` back to a cache; returns the cache's node and the path's meaning, or why there is none.
 
     Only operations that move or repeat whole heads are followed; the values along the path are the cache's.

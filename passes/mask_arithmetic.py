@@ -90,9 +90,7 @@ def _compute_dtype(x: SymTensor, y: SymTensor) -> torch.dtype:
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     # Dynamo records some operators of some torch versions as calls of the special method
-    handles((getattr(operator, _name), getattr(torch, _name)), (_name, f"__{_name}__"))(
-        partial(_compare, _name)
-    )
+    handles((getattr(operator, _name), getattr(torch, _name)), (_name, f"__{_name}__"))(partial(_compare, _name))
 for _name, _op in (("less", "lt"), ("less_equal", "le"), ("greater", "gt"), ("greater_equal", "ge")):
     handles((getattr(torch, _name),), (_name,))(partial(_compare, _op))
 

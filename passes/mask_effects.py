@@ -29,9 +29,7 @@ _INPLACE = (
     "ipow",
     "irshift",
 )
-_INPLACE_OPERATORS = frozenset(
-    getattr(operator, n) for n in (*_INPLACE, "isub", "itruediv", "ixor", "setitem")
-)
+_INPLACE_OPERATORS = frozenset(getattr(operator, n) for n in (*_INPLACE, "isub", "itruediv", "ixor", "setitem"))
 _HOMES = (torch, torch._C._nn, F, torch.linalg, torch.special, torch.functional)
 
 
@@ -81,9 +79,7 @@ def _effects(node: Node) -> tuple[list[Node], list[Node]]:
         if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return _of_schemas(node, _schemas(target))
         name = getattr(target, "__name__", "")
-        inplace = bool(node.kwargs.get("inplace")) or (
-            _is_python(target) and any(a is True for a in node.args)
-        )
+        inplace = bool(node.kwargs.get("inplace")) or (_is_python(target) and any(a is True for a in node.args))
         if any(getattr(home, name, None) is target for home in _HOMES) and not inplace:
             found = _by_schema(node, name)
             if found:

@@ -129,9 +129,7 @@ def _getitem(program: Program, out: SymTensor, x: object, item: object) -> At:
     # One entry per dimension of the source: (start, step, output position), a fixed index, or an index
     # tensor.
     plan: list[tuple[sympy.Expr, int, int] | sympy.Expr | SymTensor] = []
-    axes: list[
-        SymTensor | int | None
-    ] = []  # dimensions before advanced indexing: kept source dim, new, or indexed
+    axes: list[SymTensor | int | None] = []  # dimensions before advanced indexing: kept source dim, new, or indexed
     for entry in _spread(item if isinstance(item, tuple) else (item,), len(source.shape)):
         if entry is None:
             axes.append(None)
@@ -228,9 +226,7 @@ def _cat(program: Program, out: SymTensor, tensors: object, dim: object = 0) -> 
         def at(_: Index) -> Value:
             head, rest = parts[0], parts[1:]
             if not rest:
-                return (
-                    head.cases(index, out.dtype, program.sizes) if out.dtype != torch.bool else head.at(index)
-                )
+                return head.cases(index, out.dtype, program.sizes) if out.dtype != torch.bool else head.at(index)
             size = head.shape[axis]
             shifted = (*index[:axis], sympy.expand(index[axis] - size), *index[axis + 1 :])
             here = leq(index[axis] + 1 - size)

@@ -127,7 +127,8 @@ def _facts(term: sympy.Expr) -> Iterable[sympy.Expr]:
 @lru_cache(maxsize=8192)
 def infeasible(exprs: frozenset[sympy.Expr]) -> bool:
     """True only if no integers make every expr <= 0."""
-    todo, index, rows = list(exprs), {}, set()
+    index: dict[sympy.Basic, int] = {}
+    todo, rows = list(exprs), set()
     systems = []
     while todo:
         coefs, const = linear(todo.pop())

@@ -22,9 +22,7 @@ def _choose(program: Program, out: SymTensor, when: SymTensor, yes: SymTensor, n
 
     def at(index: Index) -> Value:
         c = as_pred(when.at(broadcast(index, out.shape, when)))
-        return choose(
-            program, out, c, yes, broadcast(index, out.shape, yes), no, broadcast(index, out.shape, no)
-        )
+        return choose(program, out, c, yes, broadcast(index, out.shape, yes), no, broadcast(index, out.shape, no))
 
     return at
 
@@ -173,9 +171,7 @@ handles((torch.triu,), ("triu",))(partial(_triangle, True))
 
 
 @handles((F.pad, torch._C._nn.pad))
-def _pad(
-    program: Program, out: SymTensor, input: object, pad: object, mode: str = "constant", value: object = 0
-) -> At:
+def _pad(program: Program, out: SymTensor, input: object, pad: object, mode: str = "constant", value: object = 0) -> At:
     x, fill = program.tensor(input), program.tensor(0 if value is None else value)
     if mode != "constant" or not isinstance(pad, list | tuple):
         raise NotUnderstood("padding other than with a constant")

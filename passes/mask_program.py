@@ -147,9 +147,7 @@ class Program:
             return SymTensor(str(number), (), torch.bool, lambda _: TRUE if number else FALSE, scalar=True)
         if isinstance(number, float):
             # kept as it is; converted, and checked for rounding, where its use decides the dtype
-            return SymTensor(
-                str(number), (), torch.float64, lambda _: ((TRUE, constant(number)),), scalar=True
-            )
+            return SymTensor(str(number), (), torch.float64, lambda _: ((TRUE, constant(number)),), scalar=True)
         return SymTensor(str(number), (), torch.int64, lambda _: ((TRUE, number),), scalar=True)
 
     def _interpret(self, node: Node, example: torch.Tensor) -> SymTensor:
@@ -157,11 +155,7 @@ class Program:
         read: At | None = None
         why = _describe(node)
         handler = FUNCTIONS.get(node.target) if node.op == "call_function" else METHODS.get(str(node.target))
-        if (
-            node.op in ("call_function", "call_method")
-            and handler is not None
-            and example.layout == torch.strided
-        ):
+        if node.op in ("call_function", "call_method") and handler is not None and example.layout == torch.strided:
             kwargs = {k: v for k, v in node.kwargs.items() if k not in _NEUTRAL}
             try:
                 inspect.signature(handler).bind(self, out, *node.args, **kwargs)

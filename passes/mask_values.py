@@ -42,7 +42,7 @@ Value: TypeAlias = Pred | Cases
 Sizes: TypeAlias = Mapping[sympy.Symbol, sympy.Expr]  # index symbol -> its exclusive upper bound
 
 
-class NotUnderstood(Exception):  # noqa: N818
+class NotUnderstood(Exception):
     """The reason why a value cannot be computed, for people."""
 
 
@@ -155,9 +155,7 @@ def arithmetic(op: str, a: Num, b: Num, dtype: torch.dtype, sizes: Sizes) -> Num
                 raise NotUnderstood(f"{op} of {a} and {b}")
             return y if op == "add" or swapped else -y
     fn = getattr(torch, op)
-    return constant(
-        fn(torch.tensor(float(a), dtype=dtype), torch.tensor(float(b), dtype=dtype)).item(), dtype
-    )
+    return constant(fn(torch.tensor(float(a), dtype=dtype), torch.tensor(float(b), dtype=dtype)).item(), dtype)
 
 
 def _low(op: str, a: Num, b: Num) -> Num:
@@ -240,8 +238,6 @@ def lift(fn: Callable[..., Cases], operands: list[Cases], key: tuple[object, ...
             why = lost[0].why
         except NotUnderstood as error:
             why = str(error)
-        deps = {
-            s for n in nums for s in (n.deps if isinstance(n, Unknown) else getattr(n, "free_symbols", ()))
-        }
+        deps = {s for n in nums for s in (n.deps if isinstance(n, Unknown) else getattr(n, "free_symbols", ()))}
         out.append((guard, Unknown((*key, i), frozenset(deps), why)))
     return merged(out)

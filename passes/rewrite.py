@@ -14,7 +14,7 @@ from torch.fx.node import has_side_effect
 from .. import ops
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
 from .symbols import fake_like, fresh_size, size_node
-from .tensors import expr, hint, shape
+from .tensors import hint, shape
 
 __all__ = ["ArenaStrides", "Rewrite"]
 

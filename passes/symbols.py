@@ -27,7 +27,7 @@ def fresh_size(shape_env: ShapeEnv, name: str, value: int) -> SymInt:
     """
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return shape_env.create_symintnode(symbol, hint=value, source=source)
+    return shape_env.create_symintnode(symbol, hint=value, source=source)  # type: ignore[return-value]
 
 
 def size_node(graph: Graph, size: int | SymInt | sympy.Expr) -> int | Node:
@@ -63,7 +63,9 @@ def _value(item: object) -> object:
     return item.meta["example_value"] if isinstance(item, Node) else item
 
 
-def fake_like(size: tuple[int | SymInt, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, mode) -> torch.Tensor:
+def fake_like(
+    size: tuple[int | SymInt, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, mode
+) -> torch.Tensor:
     """A fake tensor for a new input."""
     with mode:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)

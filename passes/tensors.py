@@ -10,7 +10,7 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
-__all__ = ["argument", "expr", "hint", "is_tensor", "same_size", "shape", "is_call"]
+__all__ = ["argument", "expr", "hint", "is_call", "is_tensor", "same_size", "shape"]
 
 
 def is_tensor(node: object) -> bool:

@@ -6,8 +6,8 @@ fuses into loops which read pages in place (`formulas`, `decode`); elsewhere the
 `torch.ops.paged_inductor.*` (`library`), which launch the Triton kernels.
 """
 
-from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
 from .decode import INDUCTOR_OPTIONS
+from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
 from .plan import MaskPlan, StepPlan, plan_mask, plan_step
 
 __all__ = [

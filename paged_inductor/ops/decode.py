@@ -46,7 +46,7 @@ def _side_by_side(group: int, blocks: int) -> int:
 def _value_slice(head_dim: int, group: int, dtype: torch.dtype) -> int:
     """Width of the slices that V's rows are cut in: the whole row if the accumulators fit, else the widest that does.
 
-    A slice is one accumulator per query head; 16-bit rows use 32 lanes (a cache line per load), which fill two registers.
+    A slice is one accumulator per query head; 16-bit rows use 32 lanes (a cache line a load), which fill two registers.
     """
     lanes = 16 if dtype == torch.float32 or head_dim % 32 else 32
     registers = group * (lanes // 16)

@@ -58,7 +58,7 @@ def visibility(
         causal = key <= last
         if window is not None:
             causal = causal & (key > last - window)
-        visible = causal if mask is not None else visible & causal
+        visible = causal if mask is not None else visible & causal  # type: ignore[assignment]
     elif mask is not None:
         return mask
     if mask is None:

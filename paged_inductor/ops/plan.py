@@ -31,7 +31,7 @@ class Chunks(NamedTuple):
     position: Tensor
     bias: Tensor
     of_row: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
 
 
 class StepPlan(NamedTuple):

@@ -41,9 +41,7 @@ def sdpa(
     if out is not None:
         return out
     attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
-    return HANDLERS[None](
-        func, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return HANDLERS[None](func, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 @handles(aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -32,9 +32,13 @@ class Form(NamedTuple):
     steps: tuple[Step, ...] = ()
 
 
-@cache
 def plain(site: int, axes: str = "BHSD") -> Form:
     """The form of a cache as models keep it. One object per value: programs compare forms by identity."""
+    return _plain(site, axes)
+
+
+@cache
+def _plain(site: int, axes: str) -> Form:
     return Form(site, axes)
 
 

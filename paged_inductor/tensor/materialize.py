@@ -22,7 +22,10 @@ aten = torch.ops.aten
 
 
 def step_plan(view: View, new_tokens: int = 0, decodes: bool = False) -> ops.StepPlan:
-    """The plan of an operation on `view` whose last `new_tokens` tokens are to be written; with the work list of decode if it `decodes`."""
+    """The plan of an operation on `view` whose last `new_tokens` tokens are to be written.
+
+    decodes: with the work list of decode.
+    """
     schedule = manager().schedule(view)
     sizes = (schedule.num_chunks, schedule.row_chunks) if decodes else ()
     return ops.plan_step(

@@ -67,9 +67,7 @@ class PagedBatch:
         return q.to(self.k.dtype).transpose(1, 2)
 
 
-def new_arena(
-    blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype, transposed: bool
-) -> Tensor:
+def new_arena(blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype, transposed: bool) -> Tensor:
     """NaN but for the zero page; `transposed` puts the slots of a block side by side in memory."""
     shape = (blocks, heads, dim, block_size) if transposed else (blocks, heads, block_size, dim)
     arena = torch.full(shape, float("nan"), dtype=dtype)

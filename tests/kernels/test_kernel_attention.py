@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+
 from paged_cases import (
     DTYPES,
     PagedBatch,
@@ -15,8 +17,6 @@ from paged_cases import (
     poisoned,
     visibilities,
 )
-from torch import Tensor
-
 from paged_inductor import kernels
 from paged_inductor.kernels import decode, reference
 from paged_inductor.kernels.launch import LaunchConfig

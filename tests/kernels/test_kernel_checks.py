@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import build
 
+from paged_cases import build
 from paged_inductor import kernels
 from paged_inductor.kernels import KernelInputError, KernelTypeError, checks, reference
 
@@ -54,12 +54,8 @@ BAD_ATTENTION = [
 
 
 @pytest.mark.parametrize("attention", [kernels.attention, reference.attention], ids=["triton", "twin"])
-@pytest.mark.parametrize(
-    ("changes", "error", "message"), BAD_ATTENTION, ids=[bad[2] for bad in BAD_ATTENTION]
-)
-def test_attention_explains(
-    attention: Any, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_ATTENTION, ids=[bad[2] for bad in BAD_ATTENTION])
+def test_attention_explains(attention: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         attention(**attention_arguments(**changes))
     assert message in str(caught.value)

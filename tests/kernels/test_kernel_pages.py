@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_cases import PagedBatch, build, examples, paged_batches, poisoned
 from torch import Tensor
 
+from paged_cases import PagedBatch, build, examples, paged_batches, poisoned
 from paged_inductor import kernels
 from paged_inductor.kernels import checks, reference
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from paged_cases import build
 from triton import OutOfResources
 
+from paged_cases import build
 from paged_inductor.kernels import autotune, configs
 from paged_inductor.kernels.launch import DeviceLimits, LaunchConfig
 from paged_inductor.kernels.problem import AttentionProblem, attention_problem
@@ -55,9 +55,7 @@ def problem(kv_len: int, batch: int = 1, window: int | None = None) -> Attention
     pages = build([8] * batch)
     table = torch.zeros(batch, kv_len // 8, dtype=torch.int32)
     arenas = (pages.k_arena, pages.v_arena)
-    return attention_problem(
-        pages.queries(1, 1), *arenas, table, pages.seq_lens, kv_len, 1.0, kv_len - 1, window, None
-    )
+    return attention_problem(pages.queries(1, 1), *arenas, table, pages.seq_lens, kv_len, 1.0, kv_len - 1, window, None)
 
 
 LIMITS = DeviceLimits("test", 90, 132, 227 * 1024)

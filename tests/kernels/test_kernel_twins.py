@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_cases import PagedBatch, assert_close, examples, masks, paged_batches, visibilities
 from torch import Tensor
 
+from paged_cases import PagedBatch, assert_close, examples, masks, paged_batches, visibilities
 from paged_inductor import kernels
 from paged_inductor.kernels import reference
 
@@ -52,9 +52,7 @@ def dense_attention(
 
 @examples(40)
 @given(batch=paged_batches(longest=24), group=st.integers(1, 2), q_len=st.integers(1, 4), data=st.data())
-def test_the_attention_twin_matches_dense(
-    batch: PagedBatch, group: int, q_len: int, data: st.DataObject
-) -> None:
+def test_the_attention_twin_matches_dense(batch: PagedBatch, group: int, q_len: int, data: st.DataObject) -> None:
     q = batch.queries(group, q_len)
     causal_offset, window = data.draw(visibilities(batch.kv_len, q_len))
     mask = data.draw(masks((*q.shape[:3], batch.kv_len)))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-import smollm2
 import torch
-from paged_inductor.compare import Generation, cache_tensors
 
 import paged_inductor
+import smollm2
+from paged_inductor.compare import Generation, cache_tensors
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process loads and compiles the model
 

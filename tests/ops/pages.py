@@ -68,7 +68,9 @@ def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal
         length = int(pages.seq_lens[b])
         start = pages.kv_len - length
         blocks = pages.block_table[b, : -(-length // pages.block_size)].long()
-        key, value = (arena[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double() for arena in (pages.k_arena, pages.v_arena))
+        key, value = (
+            arena[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double() for arena in (pages.k_arena, pages.v_arena)
+        )
         key, value = (torch.cat([torch.zeros(x.shape[0], start, x.shape[2]).double(), x], 1) for x in (key, value))
         for h in range(heads_q):
             scores = q[b, h].double() @ key[h // group].T * scale  # [Q, S]

@@ -60,7 +60,16 @@ def test_decode_formula_is_attention(
     packed = q.view(len(lengths), heads[1], heads[0] // heads[1], dims[0])
     extra = (None, None) if planned is None else (planned.bias, planned.padding)
     out = decode_formula(
-        packed, pages.k_arena, pages.v_arena, chunks.table, chunks.row, chunks.bias, chunks.of_row, chunks.count, *extra, 0.3
+        packed,
+        pages.k_arena,
+        pages.v_arena,
+        chunks.table,
+        chunks.row,
+        chunks.bias,
+        chunks.of_row,
+        chunks.count,
+        *extra,
+        0.3,
     )
     expected = reference(pages, q, given_mask, 0.3)
     torch.testing.assert_close(

@@ -29,9 +29,7 @@ class Recorder:
     def __init__(self, q: int | None, past: int | None) -> None:
         self.graph, self.env = Graph(), ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
-        context = StatelessSymbolicContext(
-            dynamic_sizes=[DimDynamic.DYNAMIC] * 2, constraint_sizes=[None] * 2
-        )
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2, constraint_sizes=[None] * 2)
         hint = self.mode.from_tensor(torch.empty(11, 7), symbolic_context=context, source=ConstantSource("x"))
         self.symbols = dict(zip(("q", "past"), hint.shape, strict=True))
         self.free = [name for name, size in (("q", q), ("past", past)) if size is None]
@@ -65,9 +63,7 @@ class Recorder:
         if not any(isinstance(n, Node) for n in _flat(args)) and not method and target is operator.add:
             return target(*values)
         with self.mode, enable_python_dispatcher():
-            result = (
-                getattr(values[0], target)(*values[1:], **kwargs) if method else target(*values, **kwargs)
-            )
+            result = getattr(values[0], target)(*values[1:], **kwargs) if method else target(*values, **kwargs)
         node = self.graph.create_node("call_method" if method else "call_function", target, args, kwargs)
         node.meta["example_value"] = result
         return node
@@ -223,9 +219,7 @@ def booleans(draw: st.DrawFn, rec: Recorder, depth: int = 3) -> Node:
 def moved(draw: st.DrawFn, rec: Recorder, m: Node) -> Node:
     """m [.., q, kv] after slicing, padding, joining, transposing twice or being looked up."""
     m = rec("expand", m, BATCH, 1, rec.q, rec.kv)
-    how = draw(
-        st.sampled_from(["slice", "negative", "pad", "cat", "transpose", "lookup", "adjacent", "narrow"])
-    )
+    how = draw(st.sampled_from(["slice", "negative", "pad", "cat", "transpose", "lookup", "adjacent", "narrow"]))
     everything = slice(None)
     if how == "slice":
         wide = rec(torch.nn.functional.pad, m, (1, 2), value=draw(st.booleans()))
@@ -260,9 +254,7 @@ def moved(draw: st.DrawFn, rec: Recorder, m: Node) -> Node:
 def masks(draw: st.DrawFn, rec: Recorder) -> Node:
     """A whole random mask, boolean or float, float ones sometimes being sums of several."""
     m = draw(booleans(rec))
-    how = draw(
-        st.sampled_from(["bool", "bool", "and true", "convert", "where", "where min", "fill", "times min"])
-    )
+    how = draw(st.sampled_from(["bool", "bool", "and true", "convert", "where", "where min", "fill", "times min"]))
     dtype = draw(st.sampled_from(list(FLOAT_MIN)))
     mask = dressed(rec, how, m, dtype)
     if draw(st.booleans()) and mask.meta["example_value"].dtype != torch.bool:

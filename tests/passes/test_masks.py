@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_inductor.passes.masks import MaskSpec, prove_mask
 from torch.fx import Node
 
+from paged_inductor.passes.masks import MaskSpec, prove_mask
 from strategies import BELOW, DRESSED, SHAPES, Recorder, below, dressed, masks, rows_columns, sizes
 
 GRID = [(1, 0), (1, 2), (1, 5), (2, 0), (3, 0), (4, 0), (2, 3), (4, 1), (5, 4), (3, 7)]
@@ -148,13 +148,9 @@ def capture(fn: Callable, *args: object, dynamic: bool = True) -> list[MaskSpec]
     return specs
 
 
-def spec_of(
-    make: Callable, *extra: object, dynamic: bool = False, q: int = 5, kv: int = 9, **options
-) -> MaskSpec:
+def spec_of(make: Callable, *extra: object, dynamic: bool = False, q: int = 5, kv: int = 9, **options) -> MaskSpec:
     def attend(query: torch.Tensor, key: torch.Tensor, *extra: object) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, key, attn_mask=make(q_(query), q_(key), *extra), **options
-        )
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=make(q_(query), q_(key), *extra), **options)
 
     (spec,) = capture(attend, torch.randn(2, 3, q, 8), torch.randn(2, 3, kv, 8), *extra, dynamic=dynamic)
     return spec
@@ -296,9 +292,7 @@ def test_implied_bounds_stay_beside_the_tensor() -> None:
     assert "not a causal or window pattern (causal, offset 0" in spec.proof
     bias = torch.randn(5, 9)
     spec = spec_of(lambda q, k, bias: torch.where(torch.ge(*grid(q, k)), bias, -INF), bias)
-    assert meaning(spec) == (0, None, False, False) and spec.proof.startswith(
-        "passed on: float bias from graph input"
-    )
+    assert meaning(spec) == (0, None, False, False) and spec.proof.startswith("passed on: float bias from graph input")
     spec = spec_of(lambda q, k, bias: torch.where(torch.ge(*grid(q, k)), bias, MIN), bias)
     assert meaning(spec) == (None, None, False, False)  # the bias may be -inf in a whole row
 
@@ -363,9 +357,7 @@ def hugging_face(monkeypatch: pytest.MonkeyPatch, padded: bool, **config: object
         for node in gm.graph.nodes:
             if node.target is F.scaled_dot_product_attention:
                 q, k = (a.meta["example_value"] for a in node.args[:2])
-                specs.append(
-                    prove_mask(node.kwargs["attn_mask"], node.kwargs["is_causal"], q.shape[2], k.shape[2])
-                )
+                specs.append(prove_mask(node.kwargs["attn_mask"], node.kwargs["is_causal"], q.shape[2], k.shape[2]))
         graphs.append(specs)
         return gm.forward
 

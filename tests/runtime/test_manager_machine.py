@@ -63,7 +63,10 @@ def interrupted(after: int) -> Iterator[None]:
 
         return mock.patch.object(BlockPool, name, update)
 
-    silent = mock.patch.object(sys, "unraisablehook", lambda report: None)
+    def forget(report: object) -> None:
+        pass
+
+    silent = mock.patch.object(sys, "unraisablehook", forget)
     with silent, wrap("allocate"), wrap("retain"), wrap("release"):  # type: ignore[attr-defined]
         yield
 
