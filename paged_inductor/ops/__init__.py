@@ -8,6 +8,7 @@ fuses into loops which read pages in place (`formulas`, `decode`); elsewhere the
 
 from .decode import INDUCTOR_OPTIONS
 from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
+from .linear import single_row_linear
 from .plan import MaskPlan, StepPlan, plan_mask, plan_step
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "gather",
     "plan_mask",
     "plan_step",
+    "single_row_linear",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .compiled import CompiledFormula
 from .plan import MaskPlan, StepPlan
 
-__all__ = ["INDUCTOR_OPTIONS", "decode_attention", "decode_formula"]
+__all__ = ["INDUCTOR_OPTIONS", "decode_attention", "decode_formula", "stored"]
 
 INDUCTOR_OPTIONS: dict[str, object] = {
     # Tables come from the block manager, whose integrity check proves them: no bounds test per load.
@@ -56,7 +56,7 @@ def _value_slice(head_dim: int, group: int, dtype: torch.dtype) -> int:
     return head_dim
 
 
-def _stored(x: Tensor) -> Tensor:
+def stored(x: Tensor) -> Tensor:
     """Make Inductor store `x` instead of recomputing it in every loop that reads it: as_strided needs a buffer."""
     return x.as_strided(x.shape, x.stride())
 
@@ -87,7 +87,7 @@ def decode_formula(
     width = _value_slice(dim_v, group, v_arena.dtype)
 
     # The scale, the conversion to float32 and the row lookup leave the inner loop.
-    query = _stored((q.float() * scale)[row])  # [NC, H, G, D]
+    query = stored((q.float() * scale)[row])  # [NC, H, G, D]
 
     # Scores. Lanes run over a block's tokens (no horizontal sums); the reduction runs over D. One `sum` per (query
     # head, side-by-side block), all over the same ranges: Inductor fuses them into one loop that loads K once.
@@ -105,7 +105,7 @@ def decode_formula(
         scores = scores + given.permute(0, 3, 1, 2, 4, 5)
     scores = torch.where(visible, scores, float("-inf"))  # not a sum: a hidden slot may hold NaN
     top = scores.amax((1, 4, 5)).clamp_min(_FLOOR)  # [NC, H, G]
-    weights = _stored((scores - top[:, None, :, :, None, None]).exp())
+    weights = stored((scores - top[:, None, :, :, None, None]).exp())
     total = weights.sum((1, 4, 5))  # [NC, H, G]
 
     # Values. Lanes run over Dv; the reduction runs over the chunk's tokens, U blocks in one body. One `sum` per (query
@@ -135,7 +135,7 @@ def _combine(
         padding = padding.clamp_min(_FLOOR)  # [1|B, 1|Hq]
         padding = padding.unflatten(1, (-1, top.shape[2])) if padding.shape[1] != 1 else padding[:, :, None]
         best = torch.maximum(best, padding[:, None])
-    factor = _stored(torch.where(real, (tops - best).exp(), 0.0))
+    factor = stored(torch.where(real, (tops - best).exp(), 0.0))
     norm = (factor * total[of_row]).sum(1)  # [B, H, G]
     if padding is not None:
         norm = norm + torch.where(padding > _FLOOR, (padding - best[:, 0]).exp(), 0.0)

@@ -14,12 +14,12 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-THOROUGHNESS = {"dev": 1, "ci": 3, "thorough": 30}
+THOROUGHNESS = {"ci": 1, "fuzz": 30}
 
 
 def examples(count: int) -> Callable[[Test], Test]:
     """Hypothesis settings of `count` examples, scaled by the profile named in HYPOTHESIS_PROFILE."""
-    scale = THOROUGHNESS.get(os.environ.get("HYPOTHESIS_PROFILE", "dev"), 1)
+    scale = THOROUGHNESS.get(os.environ.get("HYPOTHESIS_PROFILE", "ci"), 1)
     return settings(max_examples=count * scale, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 

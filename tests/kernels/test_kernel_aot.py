@@ -32,7 +32,7 @@ def test_kernels_compile_for_gfx942_within_its_shared_memory() -> None:
     assert max(case["shared_bytes"] or 0 for case in compile_cases("gfx942").values()) <= 64 * 1024
 
 
-@pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="minutes: thorough profile only")
+@pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "fuzz", reason="takes minutes: make kernels")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_candidate_compiles(target: str) -> None:
     assert compile_cases(target, "every")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("packaging")  # the build writes beside the sources
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LOOP = """
