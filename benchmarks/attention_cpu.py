@@ -18,6 +18,8 @@ from torch import Tensor
 from paged_inductor import ops
 from paged_inductor.runtime import Schedule, SiteSpec, manager
 from paged_inductor.tensor.append import store
+from paged_inductor.tensor.derive import merge
+from paged_inductor.tensor.materialize import step_plan
 
 from .harness import alternate, median_ms, ratio, save
 
@@ -30,7 +32,6 @@ class Case:
     dtype: torch.dtype
     batch: int
     context: int
-    ragged: bool = False
 
 
 CASES = [
@@ -40,13 +41,44 @@ CASES = [
         (torch.float32, torch.bfloat16),
         ((1, 512), (4, 512), (16, 512), (1, 2048), (4, 2048), (16, 2048), (1, 8192), (4, 8192)),
     )
-] + [Case(9, 3, 64, torch.float32, 16, 2048, ragged=True)]
+]
+RAGGED = [8192, *[512] * 15]  # one long row among short ones: 15,872 tokens, an eighth of 16 rows as long as the longest
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The best dense form on the CPU: the query heads of a KV head are the rows of one matrix product."""
     batch, heads_kv, _, head_dim = k.shape
     return F.scaled_dot_product_attention(q.view(batch, heads_kv, -1, head_dim), k, v).view(q.shape)
+
+
+def ragged(rounds: int, layers: int = 4) -> dict[str, object]:
+    """Rows of unequal length against equal ones with as many tokens in all: cost must follow live tokens."""
+    torch.manual_seed(0)
+    spec = tuple(SiteSpec(3, 64, torch.float32, torch.device("cpu"), key) for key in (True, False)) * layers
+    runtime = manager()
+    group = runtime.group(spec, 16)
+    queries = [torch.randn(16, 9, 1, 64) for _ in range(layers)]
+    calls, views = {}, []
+    for name, lengths in (("ragged", RAGGED), ("even", [sum(RAGGED) // 16] * 16)):
+        rows = []
+        for length in lengths:
+            step = runtime.create(group, 1, length, "benchmark")
+            for site in range(2 * layers):
+                store(step, site, torch.randn(1, 3, length, 64), length)
+            rows.append(step.view)
+        view = merge(rows, [0] * 16)
+        views.append(view)
+        plan = step_plan(view, decodes=True)
+
+        def call(plan: ops.StepPlan = plan) -> None:
+            with torch.no_grad():
+                for i, q in enumerate(queries):
+                    ops.attention(q, group.arenas[2 * i], group.arenas[2 * i + 1], plan, scale=0.125)
+
+        calls[name] = call
+    times = alternate(calls, rounds)
+    cell = {"case": "ragged", "lengths": "1x8192 + 15x512", "even": sum(RAGGED) // 16}
+    return {**cell, "ratio": round(ratio(times, "ragged", "even"), 3)}
 
 
 def paged_layers(case: Case, tensors: list[tuple[Tensor, Tensor]]) -> tuple[Schedule, list[Tensor], object]:
@@ -106,7 +138,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="case numbers")
     options = parser.parse_args()
     cells = []
-    cases = [case for case in CASES if not case.ragged]
+    cases = CASES
     if options.quick:
         cases = [case for case in cases if case.batch * case.context <= 4096]
     if options.only is not None:
@@ -118,6 +150,10 @@ def main() -> None:
         cell = run(case, 7 if options.quick else 21, max(2, min(12, 512 * 2**20 // live)))
         print(*(f"{key}={value}" for key, value in cell.items()), flush=True)
         cells.append(cell)
+    if options.only is None:
+        manager().forget_unused()
+        cells.append(ragged(7 if options.quick else 21))
+        print(*(f"{key}={value}" for key, value in cells[-1].items()), flush=True)
     if not options.quick and options.only is None:
         print(save("attention_cpu", cells))
 

@@ -39,7 +39,7 @@ _SEA = (
     "noticed the small grey ship that had come in during the night, nor the girl who stood at its bow and counted "
     "the windows of the town as if she were looking for one in particular."
 )
-_RULES = "Close the valve. Read the gauge. Write down the pressure. Open the valve. Wait for one minute."
+_SAILOR = "The old sailor walked slowly down to the harbour and looked at the grey ship for a long time."
 
 MODES = (
     Mode("greedy", ("Why is the sky blue? Answer in three sentences.",), 40, {"do_sample": False}),
@@ -52,20 +52,20 @@ MODES = (
     Mode("4 beams", (f"Summarise this in one sentence: {_SEA}",), 24, {"do_sample": False, "num_beams": 4}),
     Mode(
         "padded batch",
-        ("What is the capital of France?", "Name three colours.", f"Who stood at the bow of the ship? {_SEA}"),
+        ("What is the capital of France?", "Name three colours.", f"Give this text a title. {_SEA}"),
         24,
         {"do_sample": False},
     ),
     Mode(
         "second turn",
-        ("My name is Ada and I sail a small grey ship. Please say hello to me.",),
+        ("What is the capital of France?",),
         20,
         {"do_sample": False},
-        follow_up="What is my name, and what do I sail?",
+        follow_up="And what is the capital of Italy?",
     ),
     Mode(
         "prompt lookup",
-        (f"Repeat this text exactly, three times: {_RULES}",),
+        (f"Write this text again, word for word: {_SAILOR}",),
         48,
         {"do_sample": False, "prompt_lookup_num_tokens": 5},
         warm_up_tokens=48,
