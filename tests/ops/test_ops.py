@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_inductor import ops
@@ -28,7 +28,6 @@ def masks(kind: str, batch: int, heads: int, queries: int, length: int) -> torch
 MASKS = ["none", "bool-rows", "bool-heads", "bool-flat", "float-rows", "float-heads", "float-flat"]
 
 
-@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (12, 1)]),
@@ -95,7 +94,6 @@ def test_compiled_decode_serves_all_sizes_with_one_compilation(mask: str, dtype:
     assert len(decode._formula._compiled) <= before + 1
 
 
-@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(4, 90), min_size=1, max_size=3),
     heads=st.sampled_from([(2, 2), (6, 2)]),
@@ -118,7 +116,6 @@ def test_several_queries(
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(6, 60), min_size=1, max_size=3),
     count=st.integers(1, 6),
