@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.attention_cpu [--quick]
 
 Both read K and V of several layers in turn, so that data comes from memory. A case whose outputs differ is not timed.
+The last cell times pages against pages: rows of unequal length, and equal ones of as many tokens (no outputs to check).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CASES = [
         ((1, 512), (4, 512), (16, 512), (1, 2048), (4, 2048), (16, 2048), (1, 8192), (4, 8192)),
     )
 ]
-RAGGED = [8192, *[512] * 15]  # one long row among short ones: 15,872 tokens, an eighth of 16 rows as long as the longest
+RAGGED = [8192, *[512] * 15]  # one long row among short ones: an eighth of the tokens of 16 rows as long as the longest
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

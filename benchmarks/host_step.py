@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.host_step [--quick]
 
 The graph itself is replaced by nothing: what is left is preparing the transaction, allocating, updating tables, and
-wrapping the results.
+wrapping the results. "bound_us" is a target, not a measurement: 150 us a step, 4 a layer, 2 a row, for any context.
 """
 
 from __future__ import annotations

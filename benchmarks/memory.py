@@ -1,9 +1,11 @@
-"""KV bytes held per byte of real tokens, and what the dense caches of the same users would reserve.
+"""KV bytes held per byte of real tokens, and what static dense caches of the same users would reserve.
 
     python -m benchmarks.memory
 
-Two hundred users with answers of random length (mean 200 tokens) keep their caches. "concat" is what caches grown by
-torch.cat hold when no step runs; "reserved" is a buffer of the longest length for everyone.
+Two hundred users with answers of random length (mean 200 tokens) keep their caches. All figures are ratios to the bytes
+of the tokens themselves, which is what caches grown by torch.cat hold when no step runs: "held" are the blocks in use,
+"arenas" the memory behind them with the free blocks of geometric growth, and "reserved" a buffer of the longest length
+for everyone.
 """
 
 from __future__ import annotations

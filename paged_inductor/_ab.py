@@ -35,7 +35,7 @@ def ab(options: argparse.Namespace) -> int:
     paged = _timed(model, inputs, settings)
     start = inputs["input_ids"].shape[1]
     for left, right in zip(dense.tokens, paged.tokens):
-        _beside(tokenizer.decode(left[start:], skip_special_tokens=True), tokenizer.decode(right[start:], True))
+        _beside(*(tokenizer.decode(row[start:], skip_special_tokens=True) for row in (left, right)))
     _row("", "dense", "paged")
     _row("KV KiB held", *(f"{side.kv_bytes / 1024:.0f}" for side in (dense, paged)))
     for percent in (50, 95):

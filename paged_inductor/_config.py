@@ -11,7 +11,7 @@ from typing import Any
 
 from ._errors import ConfigurationError
 
-__all__ = ["Config", "config", "configure", "parse_bytes", "require_block_size", "require_choice"]
+__all__ = ["Config", "config", "configure", "parse_bytes", "require_block_size", "require_choice", "reset_config"]
 
 MATERIALIZE_CHOICES = ("warn", "error", "silent")
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -23,7 +23,8 @@ class Config:
 
     kv_budget: bytes that all arenas of the process may take, or None for half of the memory that is free when
         the first cache is made (of the device the cache lives on).
-    block_size: tokens in a block of caches made from now on; a power of two from 8 to 256.
+    block_size: tokens in a block of the caches that are made by graphs compiled from now on; a power of two from 8 to
+        256.
     on_materialize: what to do when an operation has to copy pages into a dense tensor: "warn" once per
         operation, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
@@ -36,7 +37,7 @@ class Config:
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from an int or a text as "8GiB", "512 MiB", "2GB"."""
+    """Bytes from an int or a text as "8GiB", "512 MiB", "2GB". Raises `ConfigurationError` for anything else."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
@@ -50,6 +51,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def require_block_size(value: Any) -> int:
+    """`value`, if it may be a block size; else raises `ConfigurationError`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 8 <= value <= 256 or value & (value - 1):
         raise ConfigurationError(
             f"block_size={value!r} is not allowed: choose a power of two from 8 to 256 "
@@ -59,6 +61,7 @@ def require_block_size(value: Any) -> int:
 
 
 def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """`value`, if it is one of `choices`; else raises `ConfigurationError` for the option `name`."""
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} is not allowed: choose one of {', '.join(map(repr, choices))}")
     return value
@@ -107,8 +110,8 @@ def config() -> Config:
 def configure(**options: Any) -> Config:
     """Change process-wide options; returns all options now in force (see `Config` for names and values).
 
-    Takes effect for caches made from now on. An unknown name or a value outside its range raises
-    `ConfigurationError` and changes nothing.
+    `block_size` and `triton_on_cpu` take effect for graphs compiled from now on, the others at once. An unknown name or
+    a value outside its range raises `ConfigurationError` and changes nothing.
     """
     global _current
     for name in options:

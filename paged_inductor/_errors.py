@@ -27,7 +27,7 @@ class PatchError(PagedInductorError, TypeError):
 
 
 class UnsupportedInputError(PagedInductorError, ValueError):
-    """A tensor has a dtype, device or shape that cannot be stored in pages."""
+    """An in-place operation on paged tensors cannot be carried out: it writes to several, or to an expanded one."""
 
 
 class PoolMismatchError(PagedInductorError, ValueError):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CHUNK_TOKENS", "chunks_needed"]
+__all__ = ["chunk_blocks", "chunks_needed"]
 
-CHUNK_TOKENS = 128
-"""Tokens in a chunk, the unit of work of decode on the CPU: at most that many slots of a row are computed in vain."""
+_CHUNK_TOKENS = 128  # fewer slots computed in vain at a row's end, against more partial results to combine
 
 
-def chunks_needed(length: int) -> int:
+def chunk_blocks(block_size: int) -> int:
+    """Blocks in a chunk, the unit of work of decode on the CPU: 128 tokens' worth, but at least one block."""
+    return max(1, _CHUNK_TOKENS // block_size)
+
+
+def chunks_needed(length: int, block_size: int) -> int:
     """Chunks of a row of `length` tokens."""
-    return -(-length // CHUNK_TOKENS)
+    return -(-length // (chunk_blocks(block_size) * block_size))

@@ -15,6 +15,8 @@ from ._config import config
 from ._errors import ConfigurationError
 from .inner import INNER_COMPILERS, compile_inner
 from .passes import CacheSite, GraphReport, page_graph
+from .passes.mask_effects import written
+from .passes.symbols import UnknownSize
 from .program import PagedProgram, describe, make_dense, plan_groups, site_spec
 from .reports import publish
 from .tensor import PagedTensor
@@ -67,6 +69,10 @@ def paged_inductor(
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
     if fake_mode is None:
         return _unpaged(gm, example_inputs, settings, "the graph has no tensor inputs")
+    writer = written(gm.graph, [node for node in placeholders if node.name in handles])
+    if writer is not None:  # eager operations on handles write into the pages
+        publish(settings.label, GraphReport((), note=f"{writer.name} writes to a paged cache in place: run eagerly"))
+        return gm.forward
     facts = {name: fact for name, handle in handles.items() if (fact := describe(handle)) is not None}
     block_size = config().block_size
 
@@ -75,7 +81,11 @@ def paged_inductor(
 
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     single_rows = settings.inner == "inductor" and on_cpu
-    state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows)
+    try:
+        state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows)
+        plans = plan_groups(gm, state, example_inputs, block_size)
+    except UnknownSize as unknown:  # the passes work on a copy: the graph is as it was
+        return _unpaged(gm, example_inputs, settings, f"not paged: {unknown}")
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
     publish(settings.label, report)
@@ -83,7 +93,6 @@ def paged_inductor(
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_inner(graph, inputs, settings.inner, settings.inductor)
 
-    plans = plan_groups(gm, state, example_inputs, block_size)
     return PagedProgram(gm, state, example_inputs, plans, compiler, settings.label)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import reports
+from ._errors import PatchError
 from .compiling import compile_paged
 from .passes import GraphReport, SiteReport
 from .patch import PagedForward, is_paged
@@ -28,9 +29,11 @@ class Explanation:
 
     @property
     def sites(self) -> tuple[SiteReport, ...]:
+        """One row per attention of a graph, and per cache that no attention of it reads."""
         return tuple(site for graph in self.graphs for site in graph.sites)
 
     def as_json(self) -> str:
+        """All reports as a JSON list, one object per graph."""
         return json.dumps([asdict(graph) for graph in self.graphs], indent=1)
 
     def __str__(self) -> str:
@@ -62,6 +65,11 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     """
     if not args and not kwargs and isinstance(model, nn.Module) and is_paged(model):
         return Explanation(tuple(reports.published(model.forward.options["label"])))  # type: ignore[attr-defined]
+    if not args and not kwargs:
+        raise PatchError(
+            f"explain() got {type(model).__name__} without arguments, and it is not paged: pass the arguments of a "
+            "call, or page(model) and let it run first"
+        )
     function = model
     if isinstance(model, nn.Module):
         function = type(model).forward.__get__(model) if isinstance(model.forward, PagedForward) else model.forward

@@ -19,9 +19,9 @@ class Stats:
     blocks_total, blocks_used: physical blocks reserved, and those that hold tokens. tokens: live tokens, shared ones
     counted once. bytes_used, bytes_reserved: bytes of the used blocks, and of all arenas. utilization: bytes of live
     tokens / bytes_used (1.0 when nothing is used). shared_blocks: blocks that more than one sequence sees.
-    copies_on_write: blocks copied since the start. materializations: dense copies made, by operation.
-    swapped_blocks: blocks moved to another tier (always 0 in this version). arena_growths, steps, dense_fallbacks:
-    how often arenas grew, steps ran, and steps had to run on dense copies.
+    copies_on_write: blocks copied since the start or `reset()`. materializations: dense copies made, by operation.
+    swapped_blocks: blocks moved to another tier (always 0 in this version). arena_growths, dense_fallbacks: how often
+    arenas grew, and steps had to run on dense copies. steps: uses of the arenas: compiled steps and eager operations.
     """
 
     blocks_total: int
@@ -39,6 +39,7 @@ class Stats:
     dense_fallbacks: int
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields by name, for logs."""
         return asdict(self)
 
 
@@ -76,7 +77,7 @@ def stats() -> Stats:
 
 
 def check_integrity() -> str:
-    """Prove that free + used + swapped = total and that every owner is counted. Returns the terms as text.
+    """Prove that free + used + swapped = total and that every owner is counted. Returns the terms, one group a line.
 
     Raises `IntegrityError` naming every fault: that would be a bug of this package.
     """
@@ -84,12 +85,12 @@ def check_integrity() -> str:
 
 
 def trim() -> int:
-    """Give memory of free blocks back; returns the bytes given back."""
+    """Give back the memory of the free blocks at the arenas' ends; returns the bytes. Waits for running steps."""
     return manager().trim()
 
 
 def reset() -> None:
-    """Forget counters, options set by `configure`, reports, and the arenas of groups without live caches.
+    """Forget counters, options set by `configure` and reports, and give back the free blocks of groups that are idle.
 
     Live caches keep their pages and stay valid.
     """

@@ -32,6 +32,7 @@ class PagedForward:
 
     @property
     def options(self) -> dict[str, Any]:
+        """A copy of what `page` was given."""
         return dict(self._options)
 
     @torch.compiler.disable(recursive=False)

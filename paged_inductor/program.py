@@ -35,6 +35,7 @@ def describe(handle: PagedTensor) -> PagedInput | None:
 
 
 def make_dense(value: Any) -> Any:
+    """A dense copy of a handle; anything else as it is."""
     return value.dense() if isinstance(value, PagedTensor) else value
 
 
@@ -114,6 +115,7 @@ class PagedProgram:
         self._run = compiler(state.gm, inputs + [new.node.meta["example_value"] for new in state.new_inputs])
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
+        """The captured graph's results for `args`, with handles in the places of the caches."""
         steps: list[StepViews] = []
         for plan in self._plans:
             step = plan.start(args, self._label)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from .passes import GraphReport
 
-__all__ = ["collect", "publish", "published"]
+__all__ = ["collect", "forget", "publish", "published"]
 
 _lock = threading.Lock()
 _recent: deque[tuple[str, GraphReport]] = deque(maxlen=1000)
@@ -25,12 +25,13 @@ def publish(label: str, report: GraphReport) -> None:
 
 
 def published(label: str) -> list[GraphReport]:
-    """The reports of all graphs compiled so far for `label`."""
+    """The reports of the graphs compiled so far for `label` (of the last thousand graphs of the process)."""
     with _lock:
         return [report for name, report in _recent if name == label]
 
 
 def forget() -> None:
+    """Drop the reports kept for `published`."""
     with _lock:
         _recent.clear()
 

@@ -10,13 +10,15 @@ from torch import SymInt
 from torch.fx import Node
 from torch.utils._sympy.printers import PythonPrinter
 
+from .passes.symbols import UnknownSize
+
 __all__ = ["size_reader"]
 
 
 def size_reader(size: int | SymInt, placeholders: Sequence[Node]) -> Callable[[Sequence[Any]], int]:
     """A function that computes `size` from the graph's arguments, given in the order of `placeholders`.
 
-    Raises ValueError if a symbol of it appears in no argument.
+    Raises `UnknownSize` if a symbol of it appears in no argument.
     """
     if not isinstance(size, SymInt):
         return lambda args: size
@@ -40,4 +42,4 @@ def _origin(symbol: Any, placeholders: Sequence[Node]) -> str:
         for dim, size in enumerate(value.shape):
             if isinstance(size, SymInt) and size.node.expr == symbol:
                 return f"args[{i}].shape[{dim}]"
-    raise ValueError(f"no argument of the graph has size {symbol}")
+    raise UnknownSize(f"no argument of the graph has size {symbol}")

@@ -14,6 +14,7 @@ from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
 from .linear import RewriteSingleRowLinears
 from .lint import Lint
+from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaStrides, Rewrite
 
@@ -58,11 +59,12 @@ def page_graph(
 ) -> tuple[GraphState, GraphReport]:
     """A rewritten copy of `gm` (which stays as it is), and the report of what was found.
 
-    `inputs` names the placeholders that receive paged tensors. Graphs without caches come back unchanged. With
-    `single_row_linears`, linear layers on one row become formulas for a compiler to vectorise.
+    inputs: the placeholders that receive paged tensors, by name. fake_mode: the one that `gm` was captured with.
+    block_size: of caches born in this graph. arena_strides: see `Rewrite`. single_row_linears: whether linear layers on
+    one row become formulas for a compiler to vectorise. A graph without caches is otherwise only copied.
     """
     copy = clone(gm)
-    copy.graph.eliminate_dead_code()  # Dynamo leaves size queries behind that would pass for readers of the caches
+    prune(copy.graph)  # Dynamo leaves size queries behind that would pass for readers of the caches
     state = GraphState(
         copy, {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs}
     )

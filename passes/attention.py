@@ -82,7 +82,7 @@ def _fault(node: Node, heads: Heads, axes: str, heads_q: int, enable_gqa: bool) 
     if len(heads.axes) != 4 or [axis[0] for axis in heads.axes] != list("BHSD") or len(shape(node)) != 4:
         return f"the dimensions {heads.axes} of its operands are not [B, H, S, D]"
     cached = hint(shape(node)[axes.index("H")]) * heads.repeats
-    if cached != heads_q and not (enable_gqa and heads_q % cached == 0):
+    if cached not in (heads_q, 1) and not (enable_gqa and heads_q % cached == 0):  # one head broadcasts
         return f"{cached} key heads do not match {heads_q} query heads"
     return ""
 
@@ -97,7 +97,7 @@ class LinkAttention(Pass):
                 continue
             sites = [state.site_of(node) for node, _ in attention.candidates]
             if sites[0] is None or sites[1] is None:
-                attention.reason = "its K and V are not kept by the program"
+                attention.reason = attention.reason or "its K and V are not kept by the program"
                 continue
             attention.key, attention.value = sites[0], sites[1]
             attention.key.role, attention.value.role = "key", "value"

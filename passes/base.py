@@ -13,7 +13,16 @@ from torch.fx import GraphModule, Node
 
 from .masks import MaskSpec
 
-__all__ = ["AttentionSite", "CacheGroupSites", "CacheSite", "GraphState", "PagedInput", "Pass", "PassResult"]
+__all__ = [
+    "AttentionSite",
+    "CacheGroupSites",
+    "CacheSite",
+    "GraphState",
+    "NewInput",
+    "PagedInput",
+    "Pass",
+    "PassResult",
+]
 
 log = logging.getLogger("paged_inductor.passes")
 
@@ -22,8 +31,9 @@ log = logging.getLogger("paged_inductor.passes")
 class PagedInput:
     """What is known of a graph input that is a paged tensor.
 
-    axes: order of its dimensions, as "BHSD". site: its position among the tensors of its cache group. cache: names
-    the batch it belongs to; inputs with equal `cache` have equal rows and lengths.
+    axes: order of its dimensions, as "BHSD". strides: of its arena [num_blocks, heads, block_size, head_dim], in
+    elements. site: its position among the tensors of its cache group. cache: names the batch it belongs to; inputs with
+    equal `cache` have equal rows and lengths.
     """
 
     axes: str
@@ -43,6 +53,7 @@ class CacheSite:
     kind: "append" (paged input, new tokens are joined to it), "create" (a dense tensor born here that the program
         keeps), or "read" (paged input that is read without being extended).
     node: the tensor that holds old and new tokens; past: the paged input; new: the new tokens, laid out as `axes`.
+    form: what made `node`, for people ("cat", "returned", "input").
     role: "key", "value" or "" when no attention of this graph reads it. outputs: positions among graph outputs.
     """
 
@@ -54,14 +65,15 @@ class CacheSite:
     new: Node | None = None
     role: str = ""
     outputs: list[int] = field(default_factory=list)
-    dense: bool = False  # something still reads a dense copy, and `reason` says what
-    reason: str = ""
+    reason: str = ""  # what still reads a dense copy, if anything does
 
     @property
     def name(self) -> str:
+        """What people call it: the paged input's name, or that of the tensor born here."""
         return (self.past or self.node).name
 
     def size(self, axis: str) -> int | SymInt:
+        """Size of `node` along "B", "H", "S" or "D"."""
         return self.node.meta["example_value"].shape[self.axes.index(axis)]
 
 
@@ -77,14 +89,15 @@ class CacheGroupSites:
 class AttentionSite:
     """An attention of the graph. `paged` once it is certain to read pages; else `reason` says why not.
 
-    `key` and `value` are the cache sites it reads, if they are; `scale` is None for the default 1/sqrt(D).
+    `key` and `value` are the cache sites it reads, if K and V are caches; `candidates` are (node, axes) of K and of V,
+    traced back through head repetition and transposition; `scale` is None for the default 1/sqrt(D).
     """
 
     node: Node
     query: Node
     key: CacheSite | None = None
     value: CacheSite | None = None
-    candidates: tuple[tuple[Node, str], tuple[Node, str]] | None = None  # dense K and V the graph returns, and axes
+    candidates: tuple[tuple[Node, str], tuple[Node, str]] | None = None
     scale: float | None = None
     is_causal: bool = False
     mask_node: Node | None = None
@@ -95,7 +108,12 @@ class AttentionSite:
 
 @dataclass
 class GraphState:
-    """A graph on its way through the pipeline."""
+    """A graph on its way through the pipeline.
+
+    inputs: the placeholders that receive paged tensors. new_inputs: those that the rewrite added, in order.
+    dense_outputs: positions among the captured graph's outputs that the rewritten one still returns, in order.
+    history: one result per pass that ran.
+    """
 
     gm: GraphModule
     inputs: dict[Node, PagedInput]
@@ -108,13 +126,16 @@ class GraphState:
 
     @property
     def placeholders(self) -> list[Node]:
+        """The graph's inputs, in order."""
         return self.gm.graph.find_nodes(op="placeholder")
 
     @property
     def outputs(self) -> tuple[object, ...]:
+        """What the graph returns: nodes and constants."""
         return tuple(self.gm.graph.output_node().args[0])
 
     def site_of(self, node: Node) -> CacheSite | None:
+        """The site whose old and new tokens `node` holds, if there is one."""
         return next((site for site in self.sites if site.node is node), None)
 
 
@@ -134,7 +155,7 @@ class NewInput:
 
 @dataclass(frozen=True)
 class PassResult:
-    """name of the pass, how many places it matched or changed, seconds it took."""
+    """What a pass did. matches: how many places it matched or changed. seconds: how long it took."""
 
     name: str
     matches: int

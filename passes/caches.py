@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from .base import CacheGroupSites, CacheSite, GraphState, Pass
+from .mask_effects import written
 from .tensors import argument, hint, is_call, is_tensor, shape
 
 __all__ = ["GroupCaches", "MatchAppends", "MatchCreates", "joined"]
@@ -37,7 +38,7 @@ class MatchAppends(Pass):
                 if parts is None or parts[0][0] is not past or facts.axes[parts[1]] != "S":
                     continue
                 rest = parts[0][1:]
-                if past in rest or not rest:
+                if past in rest or not rest or written(state.gm.graph, [user]):
                     continue
                 new = rest[0] if len(rest) == 1 else self._join(state, user, rest, parts[1])
                 site = CacheSite("append", user, facts.axes, "cat", past=past, new=new)
@@ -84,6 +85,10 @@ class MatchCreates(Pass):
             pair = attention.candidates
             if pair is None or not all(node in positions and node.op != "placeholder" for node, _ in pair):
                 continue
+            writer = written(state.gm.graph, [node for node, _ in pair])
+            if writer is not None:
+                attention.reason = f"{writer.name} writes to its K or V in place"
+                continue
             for (node, axes), role in zip(pair, ("key", "value")):
                 if _storable(node, axes):
                     kept[node] = (axes, role, "cat" if joined(node) else "returned")
@@ -95,7 +100,9 @@ class MatchCreates(Pass):
             return None
         axes = "BHSD" if parts[1] == 2 else "BSHD"
         grows = _is_empty(parts[0][0]) or (parts[0][0].op == "placeholder" and len(parts[0]) == 2)
-        return (axes, "", "cat") if grows and _storable(node, axes) else None
+        if not grows or not _storable(node, axes) or written(state.gm.graph, [node]):
+            return None
+        return axes, "", "cat"
 
 
 def _storable(node: Node, axes: str) -> bool:

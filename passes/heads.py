@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .tensors import argument, hint, is_call, same_size, shape
 
-__all__ = ["Heads", "trace_heads"]
+__all__ = ["Heads", "moves_heads", "trace_heads"]
 
 REPEAT = "R"  # the broadcast axis that repeating KV heads passes through
 MERGED = "HR"  # KV heads times repeats, each KV head's copies next to each other
@@ -51,6 +51,11 @@ def _follow(node: Node, heads: Heads) -> str:
         if matches(node):
             return apply(node, heads)
     return f"{node.name} ({node.target}) between cache and attention is not understood"
+
+
+def moves_heads(node: Node) -> bool:
+    """Whether `node` is one of the operations that `trace_heads` follows; none of them has an effect."""
+    return any(matches(node) for matches, _ in _RULES)
 
 
 def _no_change(node: Node, heads: Heads) -> str:

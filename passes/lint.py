@@ -1,4 +1,4 @@
-"""Lint: the rewritten graph is well formed, and no dense cache is left in it by accident."""
+"""Lint: the rewritten graph is well formed, and every cache in it is written once and handed out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Lint", "LintError"]
 
 
 class LintError(AssertionError):
-    """A pass left a graph that breaks the invariants in docs/passes.md: a bug of this package."""
+    """A pass left a graph that breaks an invariant of docs/passes.md: a bug of this package."""
 
 
 class Lint(Pass):
-    """Check the invariants of a rewritten graph."""
+    """Check those invariants of a rewritten graph that can be read off it: inputs, writes and outputs of its caches."""
 
     def apply(self, state: GraphState) -> int:
         graph = state.gm.graph

@@ -16,8 +16,7 @@ from .mask_values import Cases, NotUnderstood, Num, Value, arithmetic, compare, 
 
 
 def _promoted(*operands: SymTensor) -> torch.dtype:
-    """The dtype torch computes in: dimensions and Python scalars matter, so ask torch with empty stand-
-    ins."""
+    """The dtype torch computes in: dimensions and Python scalars matter, so ask torch with empty stand-ins."""
     stand_ins = []
     for x in operands:
         if x.scalar:
@@ -112,11 +111,8 @@ handles((torch.maximum,), ("maximum",))(partial(_pick, "ge"))
 @handles((operator.abs, torch.abs, abs), ("abs", "__abs__"))
 def _abs(program: Program, out: SymTensor, x: object) -> At:
     def fn(p: Num) -> Cases:
-        positive, minus = (
-            compare("ge", p, sympy.S.Zero),
-            arithmetic("mul", p, sympy.S.NegativeOne, out.dtype, sizes),
-        )
+        positive = compare("ge", p, sympy.S.Zero)
+        minus = arithmetic("mul", p, sympy.S.NegativeOne, out.dtype, program.sizes)
         return merged([(positive, p), (negate(positive), minus)])
 
-    sizes = program.sizes
     return _elementwise(program, out, fn, [program.tensor(x)], out.dtype)

@@ -17,19 +17,10 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 _INPLACE = (
-    "iadd",
-    "iand",
-    "iconcat",
-    "ifloordiv",
-    "ilshift",
-    "imatmul",
-    "imod",
-    "imul",
-    "ior",
-    "ipow",
-    "irshift",
+    *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift"),
+    *("isub", "itruediv", "ixor", "setitem"),
 )
-_INPLACE_OPERATORS = frozenset(getattr(operator, n) for n in (*_INPLACE, "isub", "itruediv", "ixor", "setitem"))
+_INPLACE_OPERATORS = frozenset(getattr(operator, name) for name in _INPLACE)
 _HOMES = (torch, torch._C._nn, F, torch.linalg, torch.special, torch.functional)
 
 

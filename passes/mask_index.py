@@ -48,8 +48,7 @@ def _unit_reshape(program: Program, out: SymTensor, x: object, *_: object, **__:
 
 @handles((torch.broadcast_to,), ("expand", "expand_as", "broadcast_to", "repeat"))
 def _expand(program: Program, out: SymTensor, x: object, *_: object, **__: object) -> At:
-    """For repeat too: a dimension of size 1, or one repeated once, which is all that broadcast lets
-    through."""
+    """For repeat too: a dimension of size 1, or one repeated once, which is all that broadcast lets through."""
     source = program.tensor(x)
     return lambda index: source.at(broadcast(index, out.shape, source))
 
@@ -126,8 +125,7 @@ def _spread(items: tuple[object, ...], ndim: int) -> list[object]:
 @handles((operator.getitem,), ("__getitem__",))
 def _getitem(program: Program, out: SymTensor, x: object, item: object) -> At:
     source = program.tensor(x)
-    # One entry per dimension of the source: (start, step, output position), a fixed index, or an index
-    # tensor.
+    # One entry per dimension of the source: (start, step, output position), a fixed index, or an index tensor.
     plan: list[tuple[sympy.Expr, int, int] | sympy.Expr | SymTensor] = []
     axes: list[SymTensor | int | None] = []  # dimensions before advanced indexing: kept source dim, new, or indexed
     for entry in _spread(item if isinstance(item, tuple) else (item,), len(source.shape)):

@@ -23,8 +23,7 @@ MAX_BRANCHES = 200  # and the case analysis beyond this many cases
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that is not understood. Equal keys mean equal values; `deps` are the index symbols it may vary
-    with."""
+    """A value that is not understood. Equal keys mean equal values; `deps` are the index symbols it may vary with."""
 
     key: tuple[object, ...]
     deps: frozenset[sympy.Symbol] = field(compare=False)
@@ -48,11 +47,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class And:
+    """All of `args` hold. Without any: true."""
+
     args: tuple[Pred, ...]
 
 
 @dataclass(frozen=True)
 class Or:
+    """One of `args` holds. Without any: false."""
+
     args: tuple[Pred, ...]
 
 
@@ -69,6 +72,7 @@ def leq(expr: sympy.Expr) -> Pred:
 
 
 def conj(*preds: Pred) -> Pred:
+    """All of `preds`, simplified."""
     args: dict[Pred, None] = {}
     for p in preds:
         args.update(dict.fromkeys(p.args if isinstance(p, And) else (p,)))
@@ -78,6 +82,7 @@ def conj(*preds: Pred) -> Pred:
 
 
 def disj(*preds: Pred) -> Pred:
+    """One of `preds`, simplified."""
     args: dict[Pred, None] = {}
     for p in preds:
         args.update(dict.fromkeys(p.args if isinstance(p, Or) else (p,)))
@@ -88,6 +93,7 @@ def disj(*preds: Pred) -> Pred:
 
 @lru_cache(maxsize=4096)
 def negate(p: Pred) -> Pred:
+    """The opposite of `p`, in negation normal form again."""
     if isinstance(p, Leq):
         return leq(1 - p.expr)  # integers: not (e <= 0) is e >= 1
     if isinstance(p, Leaf):
@@ -106,8 +112,7 @@ def atoms(p: Pred) -> Iterable[Leq | Leaf]:
 
 @lru_cache(maxsize=4096)
 def linear(expr: sympy.Expr) -> tuple[dict[sympy.Expr, int], int]:
-    """expr as integer coefficients of its monomials and a constant, scaled by a positive number if need
-    be."""
+    """expr as integer coefficients of its monomials and a constant, scaled by a positive number if need be."""
     terms = dict(sympy.expand(expr).as_coefficients_dict())
     scale = lcm(*(int(sympy.denom(c)) for c in terms.values())) if terms else 1
     const = int(terms.pop(sympy.S.One, 0) * scale)
@@ -146,8 +151,7 @@ def infeasible(exprs: frozenset[sympy.Expr]) -> bool:
 
 
 def _tightened(rows: Iterable[tuple[tuple[int, ...], int]]) -> dict[tuple[int, ...], int] | None:
-    """Rows divided by their gcd with the constant rounded up (exact for integers); None for a
-    contradiction."""
+    """Rows divided by their gcd with the constant rounded up (exact for integers); None for a contradiction."""
     kept: dict[tuple[int, ...], int] = {}
     for row, const in rows:
         g = gcd(*row)

@@ -1,5 +1,4 @@
-"""Handlers of the operations that make or combine mask values. Each returns `at` for its node (see
-mask_program)."""
+"""Handlers of the operations that make or combine mask values. Each returns `at` for its node (see mask_program)."""
 
 from __future__ import annotations
 

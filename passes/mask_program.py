@@ -46,7 +46,7 @@ _NEUTRAL = {
 
 
 def handles(functions: tuple[Any, ...] = (), methods: tuple[str, ...] = ()) -> Callable[[Handler], Handler]:
-    """Registers handler(program, out, *args, **kwargs) for torch functions and tensor methods."""
+    """Decorator: registers handler(program, out, *args, **kwargs) for torch functions and tensor methods."""
 
     def register(handler: Handler) -> Handler:
         FUNCTIONS.update(dict.fromkeys(functions, handler))
@@ -98,9 +98,8 @@ def broadcast(index: Index, to: tuple[sympy.Expr, ...], x: SymTensor) -> Index:
 
 @dataclass
 class Program:
-    """Interprets nodes of one graph. `equal` maps symbols to what they are known to equal; `sizes` bounds the
-    index symbols; `domain` states the same as expressions <= 0. `visited` collects the nodes whose values
-    were used."""
+    """Interprets nodes of one graph. `equal` maps symbols to what they are known to equal; `sizes` bounds the index
+    symbols; `visited` collects the nodes whose values were used."""
 
     equal: Mapping[sympy.Symbol, sympy.Expr]
     sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
@@ -108,13 +107,16 @@ class Program:
 
     @property
     def domain(self) -> list[sympy.Expr]:
+        """What `sizes` says, each bound as an expression that is <= 0."""
         return [symbol + 1 - size for symbol, size in self.sizes.items()]
 
     def size(self, value: int | torch.SymInt) -> sympy.Expr:
+        """A size as an expression, in which equal symbols are one."""
         expr = value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
         return sympy.expand(expr.xreplace(dict(self.equal)))
 
     def nonnegative(self, expr: sympy.Expr) -> bool:
+        """Whether `expr` is proven to be >= 0 for all indices in range."""
         return refute([leq(expr + 1)], self.domain)
 
     def number(self, arg: object) -> sympy.Expr | float | bool:
@@ -131,6 +133,7 @@ class Program:
         raise NotUnderstood(f"argument of type {type(arg).__name__}")
 
     def integer(self, arg: object) -> sympy.Expr:
+        """As `number`, where only an integer will do."""
         number = self.number(arg)
         if not isinstance(number, sympy.Expr):
             raise NotUnderstood(f"{number} where an integer was expected")

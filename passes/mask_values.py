@@ -1,5 +1,4 @@
-"""Values of one mask element: a predicate (bool tensors) or guarded numbers (all others), with torch's
-arithmetic.
+"""Values of one mask element: a predicate (bool tensors) or guarded numbers (all others), with torch's arithmetic.
 
 A number is a sympy integer expression over sizes and indices, a Python float (an exact constant of the dtype
 that is no small integer), LOW, or Unknown. Whatever cannot be computed exactly raises NotUnderstood.
@@ -90,6 +89,7 @@ def _top(base: sympy.Expr, sizes: Sizes) -> int:
 
 
 def fits(expr: sympy.Expr, dtype: torch.dtype, sizes: Sizes) -> bool:
+    """Whether `dtype` holds every value of `expr` exactly."""
     lo, hi = exact_range(dtype)
     a, b = interval(expr, sizes)
     return lo <= a and b <= hi

@@ -1,5 +1,4 @@
-"""The mask prover: what an attention mask means, as kernel parameters, or why it must be passed on as a
-tensor.
+"""The mask prover: what an attention mask means, as kernel parameters, or why it must be passed on as a tensor.
 
 The mask's subgraph is read over symbols (b, h, q, k) as a predicate "key k is visible to query q"
 (mask_program). The causal and window bounds that occur in it are candidates; each claim in a MaskSpec is then

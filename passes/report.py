@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .base import AttentionSite, CacheSite, GraphState
@@ -15,9 +15,9 @@ __all__ = ["GraphReport", "SiteReport", "report"]
 class SiteReport:
     """One attention of a graph, or one cache that no attention of it reads.
 
-    site: its name. layout: the cache's axes, as "BHSD". form: how the cache grows ("append by cat", "created by
-    cat", ...). mask: what was proven of the mask. paged: whether K and V live in pages. reason: why not, or what
-    still reads a dense copy of them. bytes_per_token: of its caches.
+    site: its name. layout: the cache's axes, as "BHSD". form: how the cache comes about ("append by cat", "create by
+    cat", "create by returned", "read by input"). mask: what was proven of the mask. paged: whether K and V live in
+    pages. reason: why not, or what still reads a dense copy of them. bytes_per_token: of its caches.
     """
 
     site: str
@@ -29,17 +29,22 @@ class SiteReport:
     bytes_per_token: int
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """Everything found in one graph. `groups` counts block tables; `passes` holds (name, matches, seconds)."""
+    """Everything found in one graph.
+
+    groups: how many block tables serve it. passes: (name, matches, seconds) of each. note: why the whole graph was left
+    un-paged, if it was.
+    """
 
     sites: tuple[SiteReport, ...]
     groups: int = 0
     passes: tuple[tuple[str, int, float], ...] = ()
-    note: str = field(default="")
+    note: str = ""
 
 
 def report(state: GraphState) -> GraphReport:

@@ -9,16 +9,15 @@ from torch import SymInt
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.node import has_side_effect
 
 from .. import ops
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
+from .mask_effects import written
+from .prune import prune
 from .symbols import fake_like, fresh_size, size_node
-from .tensors import hint, shape
+from .tensors import argument, hint, shape
 
 __all__ = ["ArenaStrides", "Rewrite"]
-
-has_side_effect(ops.cache_write)  # a write has no result: dead-code elimination must not take it for unused
 
 ArenaStrides = Callable[[CacheSite], tuple[int, ...]]
 
@@ -51,7 +50,7 @@ class Rewrite(Pass):
             if attention.paged and attention.key is not None and attention.key.kind != "create":
                 self._attend(graph, attention, arenas, plans[id(attention.key)])
         self._drop_outputs(state)
-        graph.eliminate_dead_code()
+        prune(graph)
         alive = set(graph.nodes)
         for site in state.sites:
             if site.kind != "create" and site.node in alive:
@@ -131,13 +130,16 @@ class Rewrite(Pass):
         """The mask as attention takes it: worked out once for all layers that share it."""
         if mask is None:
             return None
+        if written(graph, [mask]):  # it may change between two layers
+            return graph.call_function(ops.plan_mask, (mask, plan))
         if (mask, plan) not in self._masks:
             self._masks[mask, plan] = graph.call_function(ops.plan_mask, (mask, plan))
         return self._masks[mask, plan]
 
     def _attend(self, graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
         assert attention.key is not None and attention.value is not None and attention.mask is not None
-        query, mask = attention.query, attention.mask
+        mask = attention.mask
+        query = argument(attention.node, 0, "query")  # as it is now: it may be an attention that was rewritten before
         head_dim = shape(query)[3]
         with graph.inserting_before(attention.node):
             options: dict[str, object] = {
@@ -178,7 +180,6 @@ class Rewrite(Pass):
         users = list(site.node.users)
         if users:
             site.reason = f"{users[0].name} reads it whole"
-            site.dense = True
             with graph.inserting_after(plan) if site.kind == "read" else graph.inserting_before(site.node):
                 dense = graph.call_function(ops.gather, (arena, plan))
             if site.axes == "BSHD":

@@ -8,12 +8,13 @@ import sympy
 import torch
 from torch import SymInt
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .tensors import expr
 
-__all__ = ["UnknownSize", "fresh_size", "size_node"]
+__all__ = ["UnknownSize", "fake_like", "fresh_size", "size_node"]
 
 
 class UnknownSize(Exception):
@@ -64,8 +65,12 @@ def _value(item: object) -> object:
 
 
 def fake_like(
-    size: tuple[int | SymInt, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, mode
+    size: tuple[int | SymInt, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: FakeTensorMode,
 ) -> torch.Tensor:
-    """A fake tensor for a new input."""
+    """A fake tensor of `mode` for a new input; strides in elements."""
     with mode:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)

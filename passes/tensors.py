@@ -14,10 +14,12 @@ __all__ = ["argument", "expr", "hint", "is_call", "is_tensor", "same_size", "sha
 
 
 def is_tensor(node: object) -> bool:
+    """Whether `node` is an FX node whose value is a tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def shape(node: Node) -> Sequence[int | SymInt]:
+    """The shape of a tensor node's value."""
     return node.meta["example_value"].shape
 
 

@@ -1,5 +1,5 @@
-"""The operations that rewritten graphs call: `plan_step`, `plan_mask`, `cache_write`, `attention`,
-`gather`, `copy_blocks`.
+"""The operations that rewritten graphs call (`plan_step`, `plan_mask`, `cache_write`, `attention`, `gather`,
+`single_row_linear`), and those between graphs (`copy_blocks`, `execute_copies`).
 
 They are plain functions, so that a compiler traces through them. On the CPU they are torch formulas that Inductor
 fuses into loops which read pages in place (`formulas`, `decode`); elsewhere they are the custom operators

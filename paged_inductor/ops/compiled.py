@@ -25,7 +25,8 @@ class CompiledFormula:
     """`function(*tensors, *constants)` as compiled code per kind of arguments.
 
     dynamic: names of dynamic sizes, by argument and dimension: `dynamic[i][d]` is a name or None. Dimensions of one
-    name have one size. Tensors must be dense, in some order of their dimensions. None may stand for a tensor.
+    name have one size. options: Inductor's. Tensors must be dense, in some order of their dimensions. None may stand
+    for a tensor.
 
     The caller names the kind: everything about the arguments that is not a dynamic size (dtypes, static sizes, orders
     of dimensions, which are None, the constants) must be equal for calls of one kind.

@@ -28,7 +28,9 @@ INDUCTOR_OPTIONS: dict[str, object] = {
 }
 
 _MAX_ACCUMULATORS = 16  # of 32 vector registers; the rest hold loads. Also Inductor's limit of horizontal fusion.
-_FLOOR = -1e30  # a finite stand-in for the maximum of nothing, so that exp(-inf - max) is 0 and not NaN
+# A finite stand-in for the maximum of nothing, so that exp(-inf - max) is 0 and not NaN; and no higher than what models
+# add to mask: where everything is masked by it, attention is uniform over all keys, as in a dense softmax.
+_FLOOR = torch.finfo(torch.float32).min
 
 
 def _side_by_side(group: int, blocks: int) -> int:
@@ -131,14 +133,13 @@ def _combine(
     real = (torch.arange(of_row.shape[1]) < count[:, None])[:, :, None, None]  # [B, MC, 1, 1]
     tops = torch.where(real, top[of_row], _FLOOR)  # [B, MC, H, G]
     best = tops.amax(1, keepdim=True)  # [B, 1, H, G]
-    if padding is not None:
-        padding = padding.clamp_min(_FLOOR)  # [1|B, 1|Hq]
+    if padding is not None:  # [1|B, 1|Hq, 2]
         padding = padding.unflatten(1, (-1, top.shape[2])) if padding.shape[1] != 1 else padding[:, :, None]
-        best = torch.maximum(best, padding[:, None])
+        best = torch.maximum(best, padding[:, None, ..., 0])
     factor = stored(torch.where(real, (tops - best).exp(), 0.0))
     norm = (factor * total[of_row]).sum(1)  # [B, H, G]
     if padding is not None:
-        norm = norm + torch.where(padding > _FLOOR, (padding - best[:, 0]).exp(), 0.0)
+        norm = norm + (padding[..., 0] - best[:, 0]).exp() * padding[..., 1]
     out = (factor[..., None] * partial[of_row]).sum(1)
     return out / torch.where(norm > 0, norm, 1.0)[..., None]
 
@@ -153,7 +154,7 @@ _DYNAMIC: tuple[tuple[str | None, ...], ...] = (
     ("B", "MC"),
     ("B",),
     ("NC", None, None),
-    ("B", None),
+    ("B", None, None),
 )
 _formula = CompiledFormula(decode_formula, _DYNAMIC, {**INDUCTOR_OPTIONS, "size_asserts": False})
 

@@ -1,6 +1,6 @@
 """What all layers of a step share, computed once: tables, lengths, and on the CPU the work list of decode.
 
-Decode on the CPU works through *chunks* of `CHUNK_TOKENS` tokens of one row, in one flat list over all rows, so that
+Decode on the CPU works through *chunks* of `chunk_blocks` blocks of one row, in one flat list over all rows, so that
 its cost follows the live tokens, not the longest row.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import SymInt, Tensor
 
-from .._layout import CHUNK_TOKENS
+from .._layout import chunk_blocks
 
 __all__ = ["Chunks", "MaskPlan", "StepPlan", "plan_mask", "plan_step"]
 
@@ -55,7 +55,7 @@ class MaskPlan(NamedTuple):
     """An attention mask, and for decode on the CPU what it means for every chunk and for virtual padding.
 
     mask: [1 or B, 1 or H_q, 1 or Q, S], bool or float. bias: float32 [NC, 1 or H_q, C * block_size], to be added to
-    the scores. padding: float32 [1 or B, 1 or H_q], log of the summed weights of virtual-padding keys (which score 0).
+    the scores. padding: float32 [B, 1 or H_q, 2], maximum and sum of exponentials of virtual-padding keys.
     """
 
     mask: Tensor
@@ -86,15 +86,16 @@ def plan_step(
 def _chunks(
     block_table: Tensor, seq_lens: Tensor, kv_len: Size, block_size: int, num_chunks: Size, row_chunks: Size
 ) -> Chunks:
-    blocks = CHUNK_TOKENS // block_size
+    blocks = chunk_blocks(block_size)
+    tokens = blocks * block_size
     lens = seq_lens.to(torch.int64)
-    count = (lens + CHUNK_TOKENS - 1) // CHUNK_TOKENS  # [B]
+    count = (lens + tokens - 1) // tokens  # [B]
     stop = count.cumsum(0)
     number = torch.arange(num_chunks)
     row = (number[:, None] >= stop).sum(1).clamp(max=block_table.shape[0] - 1)  # surplus chunks: of the last row
-    nth = number - (stop - count)[row]  # [NC], the how-manieth of its row
-    first = nth * CHUNK_TOKENS
-    slot = first[:, None] + torch.arange(CHUNK_TOKENS)  # [NC, tokens] of the row
+    nth = number - (stop - count)[row]  # [NC], which chunk of its row
+    first = nth * tokens
+    slot = first[:, None] + torch.arange(tokens)  # [NC, tokens] of the row
     bias = torch.where(slot < lens[row][:, None], 0.0, float("-inf"))
     column = (nth[:, None] * blocks + torch.arange(blocks)).clamp(max=block_table.shape[1] - 1)
     of_row = (stop - count)[:, None] + torch.arange(row_chunks)
@@ -117,7 +118,7 @@ def plan_mask(mask: Tensor, plan: StepPlan) -> MaskPlan:
         return MaskPlan(mask, None, None)
     dense = mask[:, :, 0]  # [1|B, 1|Hq, S]
     dense = torch.where(dense, 0.0, float("-inf")) if mask.dtype == torch.bool else dense.float()
-    position = chunks.position[:, None] + torch.arange(CHUNK_TOKENS)
+    position = chunks.position[:, None] + torch.arange(chunks.bias.shape[1])
     if isinstance(mask.shape[3], int) and mask.shape[3] == 1:
         dense = dense.expand(-1, -1, plan.kv_len)
     position = position.clamp(0, plan.kv_len - 1)
@@ -125,5 +126,7 @@ def plan_mask(mask: Tensor, plan: StepPlan) -> MaskPlan:
     bias = dense.transpose(1, 2)[row[:, None], position].transpose(1, 2)  # [NC, 1|Hq, tokens]
     start = plan.kv_len - plan.seq_lens.to(torch.int64)  # [B]
     outside = torch.arange(plan.kv_len) < start[:, None, None]
-    padding = torch.where(outside, dense, float("-inf")).logsumexp(-1)  # [B, 1|Hq]
+    scores = torch.where(outside, dense, float("-inf"))  # [B, 1|Hq, S]
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    padding = torch.cat([top, (scores - top).exp().sum(-1, keepdim=True)], -1)
     return MaskPlan(mask, bias.contiguous(), padding)

@@ -1,7 +1,8 @@
 """The runtime: which physical block holds which token, who owns it, and how much memory that takes.
 
-`pool` (ids and reference counts) <- `table` (rows and views of blocks) <- `group` (arenas behind the ids)
-<- `manager` (all groups of the process: budget, locks, statistics) <- `schedule` (tables as tensors for kernels).
+`pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
+<- `schedule` (a view's tables as tensors for kernels), `budget` (who may grow), `unshare` (what in-place writes must
+copy first) <- `manager` (all groups of the process: locks, views, steps, books).
 """
 
 from .group import CacheGroup, SiteSpec, View

@@ -9,45 +9,22 @@ keep arenas in place; growing or trimming a group's arenas waits until none of i
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
-import torch
-
-from .._config import config
 from .._errors import IntegrityError, KVBudgetExceeded
+from .budget import Budget
+from .counters import Counters
 from .group import CacheGroup, SiteSpec, View
-from .memory import free_bytes
 from .pool import OutOfBlocks
 from .schedule import Schedule
-from .table import Row, append_rows, blocks_needed, fork_row, private_blocks, register, unregister
+from .table import Row, append_rows, blocks_needed, register, unregister
+from .unshare import Place, blocks_to_separate, separate, separations
 
-__all__ = ["Manager", "Place", "StepViews", "manager"]
-
-T = TypeVar("T")
-Place = tuple[View, int]
-"""A batch row of a view."""
-
-
-def _row(place: Place) -> Row:
-    view, position = place
-    return view.rows[position]
-
-
-@dataclass
-class Counters:
-    """Running totals since the process started or `reset()` was called."""
-
-    copies_on_write: int = 0
-    arena_growths: int = 0
-    steps: int = 0
-    dense_fallbacks: int = 0
-    materializations: dict[str, int] = field(default_factory=dict)
+__all__ = ["Manager", "StepViews", "manager"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +42,8 @@ class Manager:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
-        self._default_budget: int | None = None
         self.counters = Counters()
+        self._budget = Budget(self._groups.values(), self._idle, self.counters)
 
     # -- locking ---------------------------------------------------------------------------------------------
 
@@ -106,7 +83,7 @@ class Manager:
             finally:
                 self._lock.release()
 
-    # -- groups and budget -----------------------------------------------------------------------------------
+    # -- groups ----------------------------------------------------------------------------------------------
 
     def group(self, sites: tuple[SiteSpec, ...], block_size: int) -> CacheGroup:
         """The group that stores these sites; made at the first call. Caches of equal models share it."""
@@ -121,90 +98,8 @@ class Manager:
 
     @property
     def groups(self) -> list[CacheGroup]:
+        """All groups, in the order in which they were made."""
         return list(self._groups.values())
-
-    def budget(self, device: torch.device) -> int:
-        """Bytes that all arenas together may take."""
-        configured = config().kv_budget
-        if configured is not None:
-            return configured
-        if self._default_budget is None:
-            self._default_budget = free_bytes(device) // 2
-        return self._default_budget
-
-    def _reserved(self) -> int:
-        return sum((group.pool.capacity - 1) * group.block_bytes for group in self._groups.values())
-
-    def _grow(self, group: CacheGroup, needed: Callable[[], int]) -> None:
-        """Have `needed()` free blocks in a group, or raise `KVBudgetExceeded` with nothing changed."""
-        with self._resizing(group):  # the lock is not given up any more from here on
-            if self._find(group, needed()):
-                return
-            gc.collect()  # compilers leave caches of their first call in reference cycles
-            self._drain()
-            if not self._find(group, needed()):
-                raise self._exceeded(group, needed())
-
-    def _find(self, group: CacheGroup, needed: int) -> bool:
-        """Grow a group's arenas, at the expense of other groups' free blocks if need be; whether that sufficed."""
-        shortage = needed - group.pool.num_free
-        if shortage <= 0:
-            return True
-        capacity = group.pool.capacity
-        budget = self.budget(group.sites[0].device)
-        wanted = max(shortage, capacity // 2)
-        if wanted * group.block_bytes > budget - self._reserved():
-            for other in self._groups.values():
-                if other is not group and other.active == 0 and not other.resizing:
-                    other.shrink()
-        allowed = (budget - self._reserved()) // group.block_bytes
-        if allowed < shortage:
-            return False
-        group.grow(capacity + min(wanted, allowed))
-        self.counters.arena_growths += 1
-        return True
-
-    @contextmanager
-    def _resizing(self, group: CacheGroup) -> Iterator[None]:
-        """Wait until no step of `group` runs, and let none begin."""
-        while group.resizing:
-            self._idle.wait()
-        group.resizing = True
-        try:
-            while group.active:
-                self._idle.wait()
-            yield
-        finally:
-            group.resizing = False
-            self._idle.notify_all()
-
-    def _exceeded(self, group: CacheGroup, needed: int) -> KVBudgetExceeded:
-        budget = self.budget(group.sites[0].device)
-        spare = max(0, budget - self._reserved()) // group.block_bytes
-        missing = needed - group.pool.num_free - spare
-        held: dict[str, int] = {}
-        for other in self._groups.values():
-            seen: set[int] = set()
-            for holding in other.holdings.values():
-                blocks = {block for row in holding.rows for block in row.blocks} - seen
-                seen |= blocks
-                held[holding.label] = held.get(holding.label, 0) + len(blocks) * other.block_bytes
-        holders = sorted(held.items(), key=lambda item: -item[1])
-        listing = ", ".join(f"{label}: {size / 2**20:.1f} MiB" for label, size in holders) or "nobody"
-        return KVBudgetExceeded(
-            f"the KV budget of {budget / 2**20:.1f} MiB is exhausted: this step needs {missing} more block(s) of "
-            f"{group.block_bytes / 2**10:.1f} KiB. Held now by {listing}. Existing caches are intact: drop some "
-            'of them, shorten the batch, or raise the limit with paged_inductor.configure(kv_budget="…GiB")',
-            holders,
-        )
-
-    def _allocating(self, group: CacheGroup, needed: Callable[[], int], attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which allocates `needed()` blocks; arenas grow if that many are not free."""
-        while True:
-            try:
-                return attempt()
-            except OutOfBlocks:
-                self._grow(group, needed)
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -241,7 +136,7 @@ class Manager:
         def needed() -> int:
             return blocks_needed(rows, lengths, count, group.pool, block_size)
 
-        new_rows, new_lengths = self._allocating(group, needed, attempt)
+        new_rows, new_lengths = self._budget.allocating(group, needed, attempt)
         view = View(group, new_rows, new_lengths, label, length + count)
         if parent is not None and parent.schedule is not None and not group.active:  # no running step reads it
             schedule, parent.schedule = parent.schedule, None
@@ -269,43 +164,25 @@ class Manager:
         """
         size = group.block_size
         with self.locked():
-            tasks: list[tuple[Sequence[Place], Row, int, int, int]] = []
-            others: dict[int, int] = {}
-            for members, first, stop in places:
-                row = _row(members[0])
-                left = others.get(id(row), sum(row.live.values()))
-                touched = row.blocks[first // size : -(-stop // size)]
-                if left != len(members) or any(group.pool.refcount(block) != 1 for block in touched):
-                    others[id(row)] = left - len(members)
-                    longest = max(view.lengths[position] for view, position in members)
-                    tasks.append((members, row, longest, first, stop))
+            tasks = separations(places, group.pool, size)
             if not tasks:
                 return None
             copies: list[tuple[int, int]] = []
 
             def attempt() -> list[Row]:
                 copies.clear()
-                own: list[Row] = []
-                try:
-                    for _, row, longest, first, stop in tasks:
-                        own.append(fork_row(row, longest, group.pool, size, copies, first, stop))
-                except OutOfBlocks:
-                    for made in own:
-                        for block in made.blocks:
-                            group.pool.release(block)
-                    raise
-                return own
+                return separate(tasks, group.pool, size, copies)
 
             def needed() -> int:
-                return sum(len(private_blocks(longest, size, first, stop)) for _, _, longest, first, stop in tasks)
+                return blocks_to_separate(tasks, size)
 
-            rows = self._allocating(group, needed, attempt)
+            rows = self._budget.allocating(group, needed, attempt)
             for row in rows:
                 register(row, row.length)
             lengths = tuple(row.length for row in rows)
             view = View(group, tuple(rows), lengths, label, max(lengths))
             self.counters.copies_on_write += len(copies)
-            return StepViews(view, copies), [(place, i) for i, task in enumerate(tasks) for place in task[0]]
+            return StepViews(view, copies), [(place, i) for i, task in enumerate(tasks) for place in task.places]
 
     def rebind(self, group: CacheGroup, own: View, moves: Sequence[tuple[Place, int]]) -> None:
         """Let places see rows of `own` in place of those they saw: all of them or, if interrupted, none."""
@@ -334,6 +211,7 @@ class Manager:
             self.counters.steps += 1
 
     def end(self, groups: Sequence[CacheGroup]) -> None:
+        """Undo `begin`: the arenas of `groups` may be moved when no other step uses them."""
         with self._lock:
             for group in groups:
                 group.active -= 1
@@ -365,7 +243,7 @@ class Manager:
         freed = 0
         with self.locked():
             for group in self.groups:
-                with self._resizing(group):
+                with self._budget.resizing(group):
                     freed += group.shrink() * group.block_bytes
         return freed
 
@@ -380,7 +258,7 @@ class Manager:
             self._collect()
 
     def forget_unused(self) -> None:
-        """Give back the free blocks of idle groups, and forget the counters.
+        """Give back the free blocks at the ends of idle groups' arenas; forget the counters and the default budget.
 
         Groups stay known, because compiled programs hold them and may use them again.
         """
@@ -388,8 +266,8 @@ class Manager:
             for group in self._groups.values():
                 if not group.active and not group.resizing:
                     group.shrink()
-            self.counters = Counters()
-            self._default_budget = None
+            self.counters.clear()
+            self._budget.forget()
 
     def check_integrity(self) -> str:
         """Prove that the books balance. Returns the terms as text; raises `IntegrityError` with every fault."""

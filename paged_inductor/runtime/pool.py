@@ -37,6 +37,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that `allocate` can hand out before the pool has to grow."""
         return len(self._free)
 
     @property
@@ -64,6 +65,7 @@ class BlockPool:
             self._free.append(block)
 
     def refcount(self, block: int) -> int:
+        """Owners of a block; 0 if it is free."""
         return self._refs[block]
 
     def grow(self, capacity: int) -> None:

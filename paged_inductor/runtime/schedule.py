@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._layout import CHUNK_TOKENS, chunks_needed
+from .._layout import chunk_blocks, chunks_needed
 from .pool import ZERO_BLOCK
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ class Schedule:
     of the work list that decode makes of them (`num_chunks` for all rows, `row_chunks` for the longest).
 
     `W` is a whole number of chunks, and at least the longest row's; entries beyond a row's blocks are the zero page.
-    The host
-    copies are plain arrays that the CPU tensors share memory with, so that one entry is changed in 0.1 us.
-    A schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
+    The host copies are plain arrays that the CPU tensors share memory with, so that changing an entry takes no tensor
+    operation. A schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
     """
 
     __slots__ = (
@@ -52,12 +51,12 @@ class Schedule:
         self._count_chunks()
 
     def _count_chunks(self) -> None:
-        counts = [chunks_needed(length) for length in self._lens]
+        counts = [chunks_needed(length, self._block_size) for length in self._lens]
         self.num_chunks = max(1, sum(counts))
         self.row_chunks = max(1, max(counts, default=0))
 
     def _layout(self, tables: Sequence[Sequence[int]], width: int) -> None:
-        chunk = CHUNK_TOKENS // self._block_size
+        chunk = chunk_blocks(self._block_size)
         self._width = width = (int(width * _SPARE) // chunk + 1) * chunk
         host = array("i", [ZERO_BLOCK]) * (len(tables) * width)
         for i, blocks in enumerate(tables):
@@ -84,7 +83,7 @@ class Schedule:
         on_host = self._device.type == "cpu"
         if not on_host:
             self._publish_lens()
-        if not changes:
+        if not changes:  # no row began a block, so none began a chunk
             return
         width = self._width
         if max(j for _, j, _ in changes) >= width:

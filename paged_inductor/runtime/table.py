@@ -1,10 +1,10 @@
-"""Block tables: rows of blocks, and views onto them, in plain Python.
+"""Block tables: rows of blocks, in plain Python.
 
-A `Row` is one sequence's append-only block table. A `View` is what a batch of cached tensors means at one moment:
-for each batch row a `Row` and a number of visible tokens. Views are cheap (O(rows)); forks, crops, merges and
+A `Row` is one sequence's append-only block table. A view (`group.View`) is what a batch of cached tensors means at one
+moment: for each batch row a `Row` and a number of visible tokens. Views are cheap (O(rows)); forks, crops, merges and
 reorders only make new views. Tokens are written once and shared by every view that sees them.
 
-Invariants (proved by `check_rows`):
+Invariants (`check_rows` proves the first, and that every owner of a block is counted):
 - a row's blocks hold exactly the tokens of the longest live view of it: `len(blocks) == ceil(length / block_size)`;
 - full blocks are shared by any number of rows; a partly filled one, too, after a crop, but then nobody writes to it;
 - tokens visible through a view are not overwritten by appends through another view.

@@ -37,6 +37,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    """Query [B, H_q, Q, D] dense, key and value handles of one view: read from the pages; else on dense copies."""
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out
@@ -78,6 +79,7 @@ def sdpa_math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    """As above; returns (output, attention weights), of which inference reads only the first."""
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out, out.new_empty(0)

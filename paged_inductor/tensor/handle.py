@@ -12,7 +12,7 @@ from torch import Tensor
 from .._errors import PagedInductorError
 from ..runtime import View
 
-__all__ = ["HANDLERS", "Form", "PagedTensor", "Step", "handles", "plain"]
+__all__ = ["HANDLERS", "Form", "PagedTensor", "Step", "apply_step", "axes_size", "handles", "plain"]
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 """A view operation put off: the operation, its arguments behind the tensor, and which of its results is meant."""

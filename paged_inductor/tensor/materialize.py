@@ -137,4 +137,3 @@ def dense(handle: PagedTensor) -> Tensor:
     """What `PagedTensor.dense()` returns."""
     manager().count_materialization("dense")
     return copy_out(handle._view, handle._form)
-

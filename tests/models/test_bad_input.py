@@ -88,7 +88,7 @@ def test_another_backend_refuses_handles() -> None:
     assert "PagedInductorError" in repr(caught.value) or isinstance(caught.value, PagedInductorError)
 
 
-def test_integer_and_complex_caches_are_left_alone() -> None:
+def test_integer_caches_are_left_alone() -> None:
     """A dtype that pages do not hold: computed as ever, and not turned into a handle."""
 
     def step(past: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

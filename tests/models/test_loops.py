@@ -7,6 +7,7 @@ import torch
 
 import paged_inductor
 from paged_inductor import PagedTensor
+from paged_inductor.passes import SiteReport
 
 from .zoo import Decoder, Form, generate
 
@@ -23,7 +24,7 @@ FORMS = [
 ]
 
 
-def graphs(label: str) -> tuple[int, list[paged_inductor.explain.SiteReport]]:  # type: ignore[name-defined]
+def graphs(label: str) -> tuple[int, list[SiteReport]]:
     from paged_inductor import reports
 
     found = reports.published(label)
@@ -198,3 +199,16 @@ def test_exception_in_mid_step_rolls_back(monkeypatch: pytest.MonkeyPatch) -> No
             tokens = torch.cat([tokens, nxt], 1)
             logits, past = model(nxt, past)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+def test_every_block_size(block_size: int) -> None:
+    torch.manual_seed(12)
+    model = Decoder(Form(), layers=1)
+    prompt = torch.randint(0, 61, (2, 250))
+    expected, _ = generate(model, prompt, 20)
+    paged_inductor.configure(block_size=block_size)
+    paged_inductor.page(model, inner="eager")
+    tokens, past = generate(model, prompt, 20)
+    assert torch.equal(tokens, expected)
+    assert past[0][0]._view.group.block_size == block_size

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_inductor import ops
-from paged_inductor._layout import CHUNK_TOKENS, chunks_needed
+from paged_inductor._layout import chunk_blocks, chunks_needed
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Pages:
     block_size: int
 
     def plan(self, new_tokens: int = 0, decodes: bool = True) -> ops.StepPlan:
-        counts = [chunks_needed(length) for length in self.seq_lens.tolist()]
+        counts = [chunks_needed(length, self.block_size) for length in self.seq_lens.tolist()]
         sizes = (sum(counts), max(counts)) if decodes else ()
         return ops.plan_step(self.block_table, self.seq_lens, self.kv_len, new_tokens, self.block_size, *sizes)
 
@@ -38,8 +38,7 @@ def random_pages(
 ) -> Pages:
     """Pages of `lengths` tokens per row. Unused blocks and the unused slots of tail blocks are NaN."""
     generator = torch.Generator().manual_seed(seed)
-    per_chunk = CHUNK_TOKENS // block_size if block_size <= CHUNK_TOKENS else 1
-    width = chunks_needed(max(lengths)) * per_chunk
+    width = chunks_needed(max(lengths), block_size) * chunk_blocks(block_size)
     used = [-(-length // block_size) for length in lengths]
     num_blocks = 1 + sum(used) + 5
     shape = (num_blocks, heads, head_dim, block_size)

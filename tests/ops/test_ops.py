@@ -32,7 +32,7 @@ MASKS = ["none", "bool-rows", "bool-heads", "bool-flat", "float-rows", "float-he
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2), (12, 1)]),
     dims=st.sampled_from([(16, 16), (8, 8), (24, 16), (80, 80), (64, 32)]),
-    block_size=st.sampled_from([8, 16, 64]),
+    block_size=st.sampled_from([8, 16, 64, 256]),
     transposed=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
     mask=st.sampled_from(MASKS),
@@ -161,6 +161,18 @@ def test_fully_masked_rows_give_zeros() -> None:
     nothing = torch.zeros(2, 1, 1, 20, dtype=torch.bool)
     out = ops.attention(q, pages.k_arena, pages.v_arena, plan, ops.plan_mask(nothing, plan), scale=1.0)
     assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("lengths", [[20, 20], [20, 7]], ids=["even", "ragged"])
+def test_rows_masked_by_the_lowest_number_attend_to_every_key(lengths: list[int]) -> None:
+    """finfo.min is finite: a dense softmax over nothing else is uniform, also over virtual padding."""
+    pages = random_pages(lengths, 2, 8, 8)
+    q = torch.randn(2, 4, 1, 8)
+    plan = pages.plan(1)
+    lowest = torch.full((2, 1, 1, 20), torch.finfo(torch.float32).min)
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, ops.plan_mask(lowest, plan), scale=1.0)
+    value = ops.gather(pages.v_arena, plan).repeat_interleave(2, 1)
+    torch.testing.assert_close(out, value.mean(2, keepdim=True), rtol=1e-5, atol=1e-5)
 
 
 def test_cost_follows_live_tokens_not_the_longest_row() -> None:

@@ -17,7 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_errors": set(),
     "_layout": set(),
     "kernels": set(),
-    "sizes": set(),
+    "sizes": {"passes"},
     "_config": {"_errors"},
     "ops": {"kernels", "_config", "_errors", "_layout"},
     "inner": {"ops"},
@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiling": {"backend"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
-    "explain": {"backend", "compiling", "passes", "patch", "reports"},
+    "explain": {"_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
 PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare"}  # on top: may import everything
 NEVER: dict[str, set[str]] = {

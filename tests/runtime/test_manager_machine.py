@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paged_inductor import KVBudgetExceeded, configure
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, StepViews, View
-from paged_inductor.runtime.manager import Place
 from paged_inductor.runtime.pool import BlockPool
+from paged_inductor.runtime.unshare import Place
 
 MAX_VIEWS, MAX_ROWS, MAX_TOKENS, BLOCKS = 8, 4, 60, 40
 SITES = (SiteSpec(1, 1, torch.float64, torch.device("cpu")), SiteSpec(1, 1, torch.float64, torch.device("cpu"), True))

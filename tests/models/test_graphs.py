@@ -1,0 +1,159 @@
+"""Graphs with something unusual in them: in-place operations, odd sizes, unusual readers. Values as without paging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import paged_inductor
+from paged_inductor import PagedTensor
+
+Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def append(past: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (k, v) if past is None else (torch.cat([past[0], k], 2), torch.cat([past[1], v], 2))
+
+
+def _inplace(change: Callable[[Tensor], object]) -> Step:
+    """An in-place operation whose result nobody uses: it must not be taken for dead."""
+
+    def step(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+        k, v = append(past, x * 0.5, x * 2)
+        y = attend(x, k, v)
+        change(y)
+        return y, (k, v)
+
+    return step
+
+
+def cache_changed_in_place(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x * 0.5, x * 2)
+    k.mul_(1.5)
+    return attend(x, k, v), (k, v)
+
+
+def past_changed_in_place(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    if past is not None:
+        past[0][:, :, :1] += 1
+    k, v = append(past, x * 0.5, x * 2)
+    return attend(x, k, v), (k, v)
+
+
+def mask_changed_between_layers(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x * 0.5, x * 2)
+    mask = torch.zeros(x.shape[2], k.shape[2])
+    y = F.scaled_dot_product_attention(x, k, v, mask)
+    mask[:, :2] = 3.0
+    return F.scaled_dot_product_attention(y, k, v, mask), (k, v)
+
+
+def halved_prompt(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    half = x[:, :, : x.shape[2] // 2 + 1]
+    k, v = append(past, half * 0.5, half * 2)
+    return attend(x, k, v), (k, v)
+
+
+def read_whole(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x * 0.5, x * 2)
+    return attend(x, k, v) + k.mean(2, keepdim=True), (k, v)
+
+
+def rotated_after_the_cat(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x * 0.5, x * 2)
+    angle = torch.arange(k.shape[2])[:, None] * 0.1
+    return attend(x, k * angle.cos(), v), (k, v)
+
+
+def top_left_causal(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x * 0.5, x * 2)
+    return F.scaled_dot_product_attention(x, k, v, is_causal=True), (k, v)
+
+
+def reversed_cat(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = x * 0.5, x * 2
+    if past is not None:
+        k, v = torch.cat([k, past[0]], 2), torch.cat([v, past[1]], 2)
+    return attend(x, k, v), (k, v)
+
+
+def three_parts(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = x * 0.5, x * 2
+    if past is not None:
+        k, v = torch.cat([past[0], k, k * 2], 2), torch.cat([past[1], v, v * 2], 2)
+    return attend(x, k, v), (k, v)
+
+
+def one_head_broadcast(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x[:, :1] * 0.5, x[:, :1] * 2)
+    return attend(x, k, v), (k, v)
+
+
+def _setitem(y: Tensor) -> None:
+    y[:, 0] = 9.0
+
+
+STEPS: dict[str, Step] = {
+    "mul_": _inplace(lambda y: y.mul_(3.0)),
+    "index_add_": _inplace(lambda y: y.index_add_(2, torch.zeros(1, dtype=torch.int64), y[:, :, :1].clone())),
+    "masked_fill_": _inplace(lambda y: y.masked_fill_(y > 0, 7.0)),
+    "setitem": _inplace(_setitem),
+    "view_mul_": _inplace(lambda y: y[..., :4].mul_(5.0)),
+    **{
+        step.__name__: step
+        for step in (
+            cache_changed_in_place,
+            past_changed_in_place,
+            mask_changed_between_layers,
+            halved_prompt,
+            read_whole,
+            rotated_after_the_cat,
+            top_left_causal,
+            reversed_cat,
+            three_parts,
+            one_head_broadcast,
+        )
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:paged_inductor")
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", STEPS)
+def test_values_as_without_paging(name: str, inner: str) -> None:
+    torch.manual_seed(0)
+    prompts = [torch.randn(1, 2, 5, 16), torch.randn(1, 2, 7, 16)]
+    tokens = [torch.randn(1, 2, 1, 16) for _ in range(3)]
+
+    def loop(step: Step) -> list[Tensor]:
+        outputs = []
+        with torch.no_grad():
+            for prompt in prompts:
+                y, past = step(prompt.clone(), None)
+                outputs.append(y)
+                for token in tokens:
+                    y, past = step(token.clone(), past)
+                    outputs += [y, *(t.dense() if isinstance(t, PagedTensor) else t.clone() for t in past)]
+        return outputs
+
+    expected = loop(STEPS[name])
+    got = loop(torch.compile(STEPS[name], backend="paged_inductor", options={"inner": inner}))
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    paged_inductor.check_integrity()
+
+
+def test_one_broadcast_head_is_paged() -> None:
+    with torch.no_grad():
+        _, past = one_head_broadcast(torch.randn(1, 4, 5, 16), None)
+        found = paged_inductor.explain(one_head_broadcast, torch.randn(1, 4, 1, 16), past)
+    assert [site.paged for site in found.sites] == [True]
