@@ -186,7 +186,8 @@ def _decode(*arguments: Any) -> Tensor:
     """A plain kernel rather than `torch.library.custom_op`: it is called once per layer and step, and costs a third."""
     *tensors, scale = arguments
     q, k_arena, v_arena = tensors[:3]
-    tensors[0] = q.contiguous()
+    # The code was compiled for contiguous operands (and for arenas in the order that `kind` names) and checks nothing.
+    tensors = [q.contiguous(), k_arena, v_arena, *(None if t is None else t.contiguous() for t in tensors[3:])]
     mask_bias, padding = tensors[8:]
     heads = 0 if mask_bias is None else (mask_bias.shape[1], padding.shape[1])
     shapes = (q.shape[1:], k_arena.shape[1:], v_arena.shape[3], tensors[3].shape[1], heads)

@@ -154,6 +154,23 @@ def test_custom_operators_pass_opcheck(transposed: bool) -> None:
     torch.library.opcheck(library.decode.default, (*decode, chunks.of_row, chunks.count, None, None, 0.25))
 
 
+def test_operands_in_any_order_of_dimensions() -> None:
+    """A compiler may hand the operator tensors laid out differently from those it was compiled for."""
+    pages = random_pages([300, 20, 140], 2, 8, 8)
+    q = torch.randn(3, 2, 4, 8)
+    chunks = pages.plan(1).chunks
+    assert chunks is not None
+    operands = [q, chunks.table, chunks.row, chunks.bias, chunks.of_row, chunks.count]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+    def call(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return torch.ops.paged_inductor.decode(q, pages.k_arena, pages.v_arena, *rest, None, None, 0.3)
+
+    assert torch.equal(call(*operands), call(*map(turned, operands)))
+
+
 def test_fully_masked_rows_give_zeros() -> None:
     pages = random_pages([20, 7], 2, 8, 8)
     q = torch.randn(2, 4, 1, 8)

@@ -1,0 +1,105 @@
+"""Put the tables of docs/performance.md together from benchmarks/results.
+
+python -m benchmarks.tables
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .harness import RESULTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def goal(cell: dict[str, Any]) -> float:
+    if cell["context"] < 2048:
+        return 1.0
+    return 0.8 if cell["dtype"] == "float32" else 0.5
+
+
+def decode_step(result: dict[str, Any]) -> str:
+    rows = []
+    for cell in result["cells"]:
+        name = f"{cell['batch']} × {cell['context']}"
+        times = [cell[f"{form}_ms"] for form in ("eager", "compiled", "static", "paged")]
+        rows.append([cell["dtype"], name, f"**{cell['ratio']:.2f}**", f"≤ {goal(cell)}", cell["best"], *times])
+    header = ["dtype", "batch × context", "paged ÷ best", "goal", "best", "eager ms", "compiled ms", "static ms"]
+    return table([*header, "paged ms"], rows)
+
+
+def attention_cpu(result: dict[str, Any]) -> str:
+    cells = [cell for cell in result["cells"] if "batch" in cell]
+    columns = list(dict.fromkeys((cell["batch"], cell["context"]) for cell in cells))
+    kinds = dict.fromkeys((c["heads_q"], c["heads_kv"], c["head_dim"], c["dtype"]) for c in cells)
+    rows = []
+    for kind in kinds:
+        mine = {
+            (c["batch"], c["context"]): f"{c['ratio']:.2f}"
+            for c in cells
+            if (c["heads_q"], c["heads_kv"], c["head_dim"], c["dtype"]) == kind
+        }
+        label = f"{kind[0]}/{kind[1]} × {kind[2]}, {kind[3]}"
+        rows.append([label, f"≤ {1.0 if kind[2] == 64 else 1.1}", *(mine[column] for column in columns)])
+    return table(["heads × dim, dtype", "goal", *(f"{b} × {c}" for b, c in columns)], rows)
+
+
+def ragged(result: dict[str, Any]) -> str:
+    (cell,) = (cell for cell in result["cells"] if cell.get("case") == "ragged")
+    return f"Rows of {cell['lengths']} tokens against 16 rows of {cell['even']}: **{cell['ratio']:.2f}** of the time."
+
+
+def host_step(result: dict[str, Any]) -> str:
+    rows = [[c["layers"], c["rows"], c["context"], c["us"], c["bound_us"]] for c in result["cells"]]
+    return table(["layers", "rows", "context", "µs", "goal µs"], rows)
+
+
+def memory(result: dict[str, Any]) -> str:
+    rows = [
+        [c["lengths"], c["mean"], f"**{c['held_over_real']}**", c["arenas_over_real"], c["reserved_over_real"]]
+        for c in result["cells"]
+    ]
+    header = ["lengths", "mean", "blocks ÷ real tokens", "arenas ÷ real tokens", "a buffer of the longest length each"]
+    return table(header, rows)
+
+
+def facts(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return (
+        f"{machine['processor']} ({machine['cores']} cores, {machine['capability']}), torch {machine['torch']}, "
+        f"Python {machine['python']}, OMP_NUM_THREADS={machine['OMP_NUM_THREADS']}, {machine['date']}."
+    )
+
+
+def main() -> None:
+    results = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("decode_step", "attention_cpu", "host_step", "memory")
+    }
+    parts = {
+        "machine": facts(results["decode_step"]),
+        "decode_step": decode_step(results["decode_step"]),
+        "attention_cpu": attention_cpu(results["attention_cpu"]),
+        "ragged": ragged(results["attention_cpu"]),
+        "host_step": host_step(results["host_step"]),
+        "memory": memory(results["memory"]),
+    }
+    text = PAGE.read_text()
+    for name, part in parts.items():
+        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+        text, count = re.subn(pattern, lambda match, part=part: match[1] + part + match[2], text, flags=re.S)
+        if count != 1:
+            raise SystemExit(f"{PAGE} has {count} places for {name}, not one")
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
