@@ -94,8 +94,8 @@ def main() -> None:
     }
     text = PAGE.read_text()
     for name, part in parts.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
-        text, count = re.subn(pattern, lambda match, part=part: match[1] + part + match[2], text, flags=re.S)
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(pattern, lambda match, part=part: match[1] + part + "\n" + match[2], text, flags=re.S)
         if count != 1:
             raise SystemExit(f"{PAGE} has {count} places for {name}, not one")
     PAGE.write_text(text)

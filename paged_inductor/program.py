@@ -51,9 +51,9 @@ class GroupPlan:
     """One cache group of a compiled graph: where its tensors come from, and where its handles go.
 
     inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: (position in
-    the graph's result, form) of each handle to return. batch, count: rows, and new tokens per row, of a call; equal:
-    counts that were equal to it when the graph was captured, and must be at every call. decodes: the graph takes the
-    sizes of the work list, too.
+    the graph's result, form) of each handle to return. batch, count: rows, and new tokens per row, of a call; equal
+    and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
+    must be at every call. decodes: the graph takes the sizes of the work list, too.
     """
 
     kind: str
@@ -64,6 +64,7 @@ class GroupPlan:
     batch: Callable[[Sequence[Any]], int]
     count: Callable[[Sequence[Any]], int]
     equal: list[Callable[[Sequence[Any]], int]]
+    equal_batches: list[Callable[[Sequence[Any]], int]]
     decodes: bool
 
     def start(self, args: Sequence[Any], label: str) -> StepViews | None:
@@ -72,7 +73,10 @@ class GroupPlan:
         if any(other(args) != count for other in self.equal):
             return None
         if self.kind == "create":
-            return manager().create(self.group, self.batch(args), count, label)
+            batch = self.batch(args)
+            if any(other(args) != batch for other in self.equal_batches):
+                return None
+            return manager().create(self.group, batch, count, label)
         view: View = args[self.inputs[0][0]]._view
         if view.group is not self.group:
             return None
@@ -188,6 +192,7 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
             cache_group = examples[inputs[0][0]]._view.group
             ordinals = [form.site for _, form in inputs]
         counts = [_new_tokens(site) for site in group.sites]
+        batches = [site.size("B") for site in group.sites]
         plans.append(
             GroupPlan(
                 group.kind,
@@ -202,6 +207,7 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
                 size_reader(lead.size("B"), captured),
                 size_reader(counts[0], captured),
                 [size_reader(count, captured) for count in counts[1:] if not same_size(count, counts[0])],
+                [size_reader(batch, captured) for batch in batches[1:] if not same_size(batch, batches[0])],
                 any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
             )
         )

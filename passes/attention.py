@@ -107,6 +107,8 @@ class LinkAttention(Pass):
 
     @staticmethod
     def _refuse(key: CacheSite, value: CacheSite, group_of: dict[int, int]) -> str:
+        if key.size("H") != value.size("H"):
+            return f"K and V have {key.size('H')} and {value.size('H')} heads"
         if "create" in (key.kind, value.kind):
             return "" if key.kind == value.kind else "one of K and V is dense"
         if group_of[id(key)] != group_of[id(value)]:

@@ -14,7 +14,7 @@ __all__ = ["GroupCaches", "MatchAppends", "MatchCreates", "joined"]
 
 def joined(node: Node) -> tuple[list[Node], int] | None:
     """The parts and the (non-negative) dimension of a concatenation of tensors, or None."""
-    if not is_call(node, (torch.cat, torch.concat, torch.concatenate)) or not is_tensor(node):
+    if not is_call(node, (torch.cat, torch.concat, torch.concatenate)) or not is_tensor(node) or "out" in node.kwargs:
         return None
     parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", node.kwargs.get("axis", 0))
     if not isinstance(parts, (list, tuple)) or not all(is_tensor(part) for part in parts) or not isinstance(dim, int):
@@ -39,6 +39,8 @@ class MatchAppends(Pass):
                     continue
                 rest = parts[0][1:]
                 if past in rest or not rest or written(state.gm.graph, [user]):
+                    continue
+                if any(part.meta["example_value"].dtype != facts.dtype for part in rest):  # the result is promoted
                     continue
                 new = rest[0] if len(rest) == 1 else self._join(state, user, rest, parts[1])
                 site = CacheSite("append", user, facts.axes, "cat", past=past, new=new)

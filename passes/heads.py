@@ -49,7 +49,7 @@ def _follow(node: Node, heads: Heads) -> str:
     """Apply one operation to `heads`; returns why it cannot be followed, or ''."""
     for matches, apply in _RULES:
         if matches(node):
-            return apply(node, heads)
+            return _convert(node, heads) or apply(node, heads)
     return f"{node.name} ({node.target}) between cache and attention is not understood"
 
 
@@ -71,7 +71,8 @@ def _convert(node: Node, heads: Heads) -> str:
 
 
 def _swap(node: Node, heads: Heads) -> str:
-    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    a = argument(node, 1, "dim0", node.kwargs.get("axis0"))
+    b = argument(node, 2, "dim1", node.kwargs.get("axis1"))
     heads.axes[a], heads.axes[b] = heads.axes[b], heads.axes[a]
     return ""
 

@@ -156,7 +156,15 @@ _DYNAMIC: tuple[tuple[str | None, ...], ...] = (
     ("NC", None, None),
     ("B", None, None),
 )
-_formula = CompiledFormula(decode_formula, _DYNAMIC, {**INDUCTOR_OPTIONS, "size_asserts": False})
+_OPTIONS: dict[str, object] = {
+    **INDUCTOR_OPTIONS,
+    "size_asserts": False,
+    # Reductions must swallow what they sum, however long it is: stored, the products with V would be larger than V.
+    "realize_opcount_threshold": 10_000,
+    "realize_reads_threshold": 10_000,
+    "realize_acc_reads_threshold": 10_000,
+}
+_formula = CompiledFormula(decode_formula, _DYNAMIC, _OPTIONS)
 
 
 def decode_attention(

@@ -98,6 +98,41 @@ def one_head_broadcast(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     return attend(x, k, v), (k, v)
 
 
+def promoted(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """A float32 step on a bfloat16 cache: the cache becomes float32, as torch.cat promotes."""
+    k, v = x * 0.5, x * 2
+    if past is None:
+        return attend(x, k, v), (k.bfloat16(), v.bfloat16())
+    k, v = append(past, k, v)
+    return attend(x, k.float(), v.float()), (k, v)
+
+
+def reinterpreted(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """The cache's bits read as another dtype: nothing that moves heads."""
+    k, v = append(past, (x * 0.5).bfloat16(), (x * 2).bfloat16())
+    return attend(x.half(), k.view(torch.float16), v.view(torch.float16)).float(), (k, v)
+
+
+def different_heads(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = append(past, x[:, :1] * 0.5, x * 2)
+    return attend(x, k, v), (k, v)
+
+
+def swapped_by_name(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    k, v = (x * 0.5).transpose(1, 2), (x * 2).transpose(1, 2)
+    if past is not None:
+        k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+    y = attend(x, torch.swapaxes(k, axis0=1, axis1=2), torch.swapaxes(v, axis0=1, axis1=2))
+    return y, (k, v)
+
+
+def only_read(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    if past is None:
+        k, v = x * 0.5, x * 2
+        return attend(x, k, v), (k, v)
+    return x + past[0].mean() + past[1].flip(2)[:, :, :1], past
+
+
 def _setitem(y: Tensor) -> None:
     y[:, 0] = 9.0
 
@@ -121,6 +156,11 @@ STEPS: dict[str, Step] = {
             reversed_cat,
             three_parts,
             one_head_broadcast,
+            promoted,
+            reinterpreted,
+            different_heads,
+            swapped_by_name,
+            only_read,
         )
     },
 }
@@ -157,3 +197,19 @@ def test_one_broadcast_head_is_paged() -> None:
         _, past = one_head_broadcast(torch.randn(1, 4, 5, 16), None)
         found = paged_inductor.explain(one_head_broadcast, torch.randn(1, 4, 1, 16), past)
     assert [site.paged for site in found.sites] == [True]
+
+
+def test_two_caches_whose_batches_part() -> None:
+    """Equal when the graph was captured, unequal later: each keeps its own rows."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a, b, c, d = x * 0.5, x * 2, y * 0.5, y * 2
+        return attend(x, a, b).sum() + attend(y, c, d).sum(), a, b, c, d
+
+    compiled = torch.compile(step, backend="paged_inductor", options={"inner": "eager"}, dynamic=True)
+    with torch.no_grad():
+        for rows in ((2, 2), (3, 3), (2, 3), (4, 2)):
+            x, y = (torch.randn(n, 2, 5, 16) for n in rows)
+            for ours, theirs in zip(compiled(x, y), step(x, y)):
+                ours = ours.dense() if isinstance(ours, PagedTensor) else ours
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
