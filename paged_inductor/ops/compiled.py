@@ -77,7 +77,7 @@ class CompiledFormula:
         kept: list[Callable[..., Any]] = []
 
         def keep(*args: Any, **kwargs: Any) -> Any:
-            """Keep Inductor's code itself: AOTAutograd's wrappers around it do nothing here and cost 20 us per call."""
+            """Keep Inductor's code itself: AOTAutograd's wrappers around it do nothing here but take time."""
             kept.append(compile_fx_inner(*args, **kwargs))
             return kept[-1]
 

@@ -191,7 +191,7 @@ _library.define(
 
 @torch.library.impl(_library, "decode", "CPU")
 def _decode(*arguments: Any) -> Tensor:
-    """A plain kernel rather than `torch.library.custom_op`: it is called once per layer and step, and costs a third."""
+    """A plain kernel rather than `torch.library.custom_op`: it is called once per layer and step, and costs less."""
     *tensors, scale = arguments
     q, k_arena, v_arena = tensors[:3]
     # The code was compiled for contiguous operands (and for arenas in the order that `kind` names) and checks nothing.
