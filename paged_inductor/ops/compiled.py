@@ -95,8 +95,8 @@ class CompiledFormula:
                 graph = make_fx(call)(*fakes)
             with torch._functorch.config.patch(enable_autograd_cache=False):  # it would skip `keep`
                 compile_fx(graph, fakes, inner_compile=keep, config_patches=self._options)
-        (run,) = kept
-        return run
+        (code,) = kept
+        return getattr(code, "current_callable", code)  # the generated function itself, without its bookkeeping
 
 
 def _strides(tensor: Tensor, shape: Sequence[Any]) -> list[Any]:

@@ -176,7 +176,7 @@ def decode_attention(
     heads = k_arena.shape[1]
     packed = q.reshape(q.shape[0], heads, q.shape[1] // heads, q.shape[3])
     given = (None, None) if mask is None else (mask.bias, mask.padding)
-    out = torch.ops.paged_inductor.decode(
+    out = torch.ops.paged_inductor.decode.default(
         packed, k_arena, v_arena, chunks.table, chunks.row, chunks.bias, chunks.of_row, chunks.count, *given, scale
     )
     return out.view(q.shape[0], q.shape[1], 1, v_arena.shape[3])
