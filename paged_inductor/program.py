@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import SymInt
 from torch.fx import GraphModule
 
 from . import ops
@@ -191,7 +190,7 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
         else:
             cache_group = examples[inputs[0][0]]._view.group
             ordinals = [form.site for _, form in inputs]
-        counts = [_new_tokens(site) for site in group.sites]
+        counts = [site.new_tokens for site in group.sites]
         batches = [site.size("B") for site in group.sites]
         plans.append(
             GroupPlan(
@@ -212,9 +211,3 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
             )
         )
     return plans
-
-
-def _new_tokens(site: CacheSite) -> int | SymInt:
-    if site.kind == "create":
-        return site.size("S")
-    return site.new.meta["example_value"].shape[site.axes.index("S")] if site.new is not None else 0

@@ -72,6 +72,13 @@ class CacheSite:
         """What people call it: the paged input's name, or that of the tensor born here."""
         return (self.past or self.node).name
 
+    @property
+    def new_tokens(self) -> int | SymInt:
+        """Tokens per row that a step writes here."""
+        if self.kind == "create":
+            return self.size("S")
+        return 0 if self.new is None else self.new.meta["example_value"].shape[self.axes.index("S")]
+
     def size(self, axis: str) -> int | SymInt:
         """Size of `node` along "B", "H", "S" or "D"."""
         return self.node.meta["example_value"].shape[self.axes.index(axis)]

@@ -131,8 +131,7 @@ class GroupCaches(Pass):
                 key: tuple[object, ...] = ("create", hint(site.size("B")), hint(site.size("S")), value.device)
             else:
                 facts = state.inputs[site.past]  # type: ignore[index]
-                count = hint(shape(site.new)[site.axes.index("S")]) if site.new else 0
-                key = (site.kind, facts.cache, count)
+                key = (site.kind, facts.cache, hint(site.new_tokens))
                 while facts.site in taken.setdefault(key, set()):  # two appends to one input: two branches
                     key = (*key, "branch")
                 taken[key].add(facts.site)

@@ -100,16 +100,11 @@ class Rewrite(Pass):
             dtype = site.node.meta["example_value"].dtype
             value = fake_like((blocks, heads, block_size, dim), strides, dtype, device, self._mode)
             arenas[id(site)] = add("arena", i, value)
-        count: int | SymInt = 0
-        if group.kind == "append":
-            count = shape(lead.new)[lead.axes.index("S")]  # type: ignore[arg-type]
-        elif group.kind == "create":
-            count = lead.size("S")
         block_size = arenas[id(lead)].meta["example_value"].shape[2]
         with graph.inserting_after(created[-1]):
             anchor = graph.call_function(ops.plan_step, ())
         with graph.inserting_before(anchor):
-            kv_len, new_tokens = size_node(graph, lead.size("S")), size_node(graph, count)
+            kv_len, new_tokens = size_node(graph, lead.size("S")), size_node(graph, lead.new_tokens)
         anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
         return anchor
 
@@ -130,11 +125,12 @@ class Rewrite(Pass):
         """The mask as attention takes it: worked out once for all layers that share it."""
         if mask is None:
             return None
-        if written(graph, [mask]):  # it may change between two layers
-            return graph.call_function(ops.plan_mask, (mask, plan))
-        if (mask, plan) not in self._masks:
-            self._masks[mask, plan] = graph.call_function(ops.plan_mask, (mask, plan))
-        return self._masks[mask, plan]
+        known = self._masks.get((mask, plan))
+        if known is None:
+            known = graph.call_function(ops.plan_mask, (mask, plan))
+            if not written(graph, [mask]):  # else it may change between two layers
+                self._masks[mask, plan] = known
+        return known
 
     def _attend(self, graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
         assert attention.key is not None and attention.value is not None and attention.mask is not None
