@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from .base import CacheGroupSites, CacheSite, GraphState, Pass
-from .mask_effects import written
+from .mask_effects import Writers
 from .tensors import argument, hint, is_call, is_tensor, shape
 
 __all__ = ["GroupCaches", "MatchAppends", "MatchCreates", "joined"]
@@ -32,13 +32,14 @@ class MatchAppends(Pass):
 
     def apply(self, state: GraphState) -> int:
         found = 0
+        writers = Writers(state.gm.graph)
         for past, facts in state.inputs.items():
             for user in past.users:
                 parts = joined(user)
                 if parts is None or parts[0][0] is not past or facts.axes[parts[1]] != "S":
                     continue
                 rest = parts[0][1:]
-                if past in rest or not rest or written(state.gm.graph, [user]):
+                if past in rest or not rest or writers.of([user]):
                     continue
                 if any(part.meta["example_value"].dtype != facts.dtype for part in rest):  # the result is promoted
                     continue
@@ -71,23 +72,24 @@ class MatchCreates(Pass):
                 positions.setdefault(output, []).append(i)  # type: ignore[arg-type]
         for site in state.sites:
             site.outputs = [i for i, output in enumerate(state.outputs) if output is site.node]
-        axes = self._kept_by_attention(state, positions)
+        writers = Writers(state.gm.graph)
+        axes = self._kept_by_attention(state, positions, writers)
         for node in positions:
-            if node not in axes and (join := self._kept_by_join(state, node)):
+            if node not in axes and (join := self._kept_by_join(node, writers)):
                 axes[node] = join
         for node, (layout, role, form) in axes.items():
             state.sites.append(CacheSite("create", node, layout, form, role=role, outputs=positions[node]))
         return len(axes)
 
     def _kept_by_attention(
-        self, state: GraphState, positions: dict[Node, list[int]]
+        self, state: GraphState, positions: dict[Node, list[int]], writers: Writers
     ) -> dict[Node, tuple[str, str, str]]:
         kept: dict[Node, tuple[str, str, str]] = {}
         for attention in state.attentions:
             pair = attention.candidates
             if pair is None or not all(node in positions and node.op != "placeholder" for node, _ in pair):
                 continue
-            writer = written(state.gm.graph, [node for node, _ in pair])
+            writer = writers.of([node for node, _ in pair])
             if writer is not None:
                 attention.reason = f"{writer.name} writes to its K or V in place"
                 continue
@@ -96,13 +98,13 @@ class MatchCreates(Pass):
                     kept[node] = (axes, role, "cat" if joined(node) else "returned")
         return kept
 
-    def _kept_by_join(self, state: GraphState, node: Node) -> tuple[str, str, str] | None:
+    def _kept_by_join(self, node: Node, writers: Writers) -> tuple[str, str, str] | None:
         parts = joined(node)
         if parts is None or len(shape(node)) != 4 or parts[1] not in (1, 2):
             return None
         axes = "BHSD" if parts[1] == 2 else "BSHD"
         grows = _is_empty(parts[0][0]) or (parts[0][0].op == "placeholder" and len(parts[0]) == 2)
-        if not grows or not _storable(node, axes) or written(state.gm.graph, [node]):
+        if not grows or not _storable(node, axes) or writers.of([node]):
             return None
         return axes, "", "cat"
 

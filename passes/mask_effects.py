@@ -24,25 +24,34 @@ _INPLACE_OPERATORS = frozenset(getattr(operator, name) for name in _INPLACE)
 _HOMES = (torch, torch._C._nn, F, torch.linalg, torch.special, torch.functional)
 
 
-def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:
-    """A node that may change the value of one of `nodes`, if there is any."""
-    parent: dict[object, object] = {}
+class Writers:
+    """The in-place writes of a graph, found in one scan. It must not gain writes or aliases afterwards."""
 
-    def find(x: object) -> object:
-        while parent.setdefault(x, x) is not x:
-            x = parent[x]
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[object, object] = {}
+        self._writers: list[tuple[Node, Node]] = []
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self._parent[self._find(node)] = self._find(("attribute", node.target))
+            aliased, changed = _effects(node)
+            for other in aliased:
+                self._parent[self._find(node)] = self._find(other)
+            self._writers += [(node, other) for other in changed]
+
+    def _find(self, x: object) -> object:
+        while self._parent.setdefault(x, x) is not x:
+            x = self._parent[x]
         return x
 
-    writers: list[tuple[Node, Node]] = []
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            parent[find(node)] = find(("attribute", node.target))
-        aliased, changed = _effects(node)
-        for other in aliased:
-            parent[find(node)] = find(other)
-        writers += [(node, other) for other in changed]
-    groups = {find(n) for n in nodes}
-    return next((writer for writer, target in writers if find(target) in groups), None)
+    def of(self, nodes: Iterable[Node]) -> Node | None:
+        """A node that may change the value of one of `nodes`, if there is any."""
+        groups = {self._find(n) for n in nodes}
+        return next((writer for writer, target in self._writers if self._find(target) in groups), None)
+
+
+def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:
+    """A node of `graph` that may change the value of one of `nodes`, if there is any."""
+    return Writers(graph).of(nodes)
 
 
 def _effects(node: Node) -> tuple[list[Node], list[Node]]:
