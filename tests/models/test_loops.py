@@ -9,7 +9,7 @@ import paged_inductor
 from paged_inductor import PagedTensor
 from paged_inductor.passes import SiteReport
 
-from .zoo import Decoder, Form, generate
+from .zoo import Decoder, Form, decode, generate
 
 FORMS = [
     Form(),
@@ -108,12 +108,7 @@ def test_paged_cache_in_an_eager_model() -> None:
     with torch.no_grad():
         logits, past = model(prompt)
     paged_inductor.unpage(model)
-    tokens = prompt
-    with torch.no_grad():
-        for _ in range(20):
-            nxt = logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, nxt], 1)
-            logits, past = model(nxt, past)
+    tokens, past = decode(model, prompt, logits, past, 20)
     assert torch.equal(tokens, expected)
     assert all(isinstance(tensor, PagedTensor) for tensor in flat(past))
     assert not paged_inductor.stats().materializations
@@ -128,11 +123,7 @@ def test_dense_cache_is_taken_over() -> None:
     with torch.no_grad():
         logits, past = model(prompt)
         paged_inductor.page(model, inner="eager")
-        tokens = prompt
-        for _ in range(20):
-            nxt = logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, nxt], 1)
-            logits, past = model(nxt, past)
+        tokens, past = decode(model, prompt, logits, past, 20)
     assert torch.equal(tokens, expected)
     assert all(isinstance(tensor, PagedTensor) for tensor in flat(past))
 
@@ -193,11 +184,7 @@ def test_exception_in_mid_step_rolls_back(monkeypatch: pytest.MonkeyPatch) -> No
                 model(nxt, past)
         assert paged_inductor.stats().blocks_used == before
         paged_inductor.check_integrity()
-        tokens = prompt
-        for _ in range(10):
-            nxt = logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, nxt], 1)
-            logits, past = model(nxt, past)
+        tokens, past = decode(model, prompt, logits, past, 10)
     assert torch.equal(tokens, expected)
 
 

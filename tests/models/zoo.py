@@ -146,7 +146,14 @@ def generate(
         for size in (*chunks, prompt.shape[1] - sum(chunks)):
             logits, past = step(prompt[:, at : at + size], past)
             at += size
-        tokens = prompt
+    return decode(step, prompt, logits, past, new_tokens)
+
+
+def decode(
+    step: Callable[..., tuple[Tensor, Any]], tokens: Tensor, logits: Tensor, past: Any, new_tokens: int
+) -> tuple[Tensor, Any]:
+    """The second half of `generate`: go on from the logits and the cache of `tokens`."""
+    with torch.no_grad():
         for _ in range(new_tokens):
             nxt = logits[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, nxt], 1)
