@@ -177,7 +177,7 @@ def attend_packed(
     diagonal = causal_offset - row_start
     first_query = first_row // GROUP
     last_query = (tl.minimum(first_row + TILE_M, packed_rows) - 1) // GROUP
-    key_begin = 0
+    key_begin = tl.maximum(0, -row_start)  # a window hides the oldest of more tokens than kv_len
     if HAS_MASK:
         key_begin = -row_start
     all_begin = key_begin

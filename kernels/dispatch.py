@@ -28,9 +28,10 @@ def attention(
     t + kv_len - seq_lens[b]. Key k is visible to query i (0..Q-1) if it is a token of the row, and
     k <= i + causal_offset, and k > i + causal_offset - window. With `mask`, broadcastable to
     [B, H_q, Q, kv_len] (bool: True is visible; float: added to the scaled score), virtual padding takes part
-    as zero keys and values where the mask admits it. A query that sees nothing gives zeros.
+    as zero keys and values where the mask admits it. A query that sees nothing gives zeros. Of a row with more
+    tokens than kv_len, the first are hidden: only logical keys from 0 on are seen.
 
-    The caller keeps every `seq_lens[b]` within kv_len and the block table within the arenas. `allocate(shape,
+    The caller keeps the block table within the arenas. `allocate(shape,
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
     """
     problem = attention_problem(q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from . import ops
-from .passes import CacheSite, GraphState, PagedInput
+from .passes import CacheSite, GraphState, KeptOutput, PagedInput
 from .passes.tensors import same_size
 from .runtime import CacheGroup, SiteSpec, StepViews, View, manager
 from .sizes import size_reader
-from .tensor import PagedTensor
+from .tensor import PagedTensor, derive
 from .tensor.handle import Form, plain
 
 __all__ = ["GroupPlan", "PagedProgram", "describe", "make_dense", "plan_groups", "site_spec"]
@@ -45,12 +45,33 @@ def site_spec(site: CacheSite) -> SiteSpec:
     return SiteSpec(int(site.size("H")), int(site.size("D")), value.dtype, value.device, transposed)
 
 
+@dataclass(frozen=True)
+class HandleOutput:
+    """A handle to return: its position in the graph's result, its form, and how much of the sequence it shows.
+
+    first, stop: read the bounds from the call's arguments; None for the whole.
+    """
+
+    position: int
+    form: Form
+    first: Callable[[Sequence[Any]], int] | None = None
+    stop: Callable[[Sequence[Any]], int] | None = None
+
+    def view(self, whole: View, args: Sequence[Any]) -> View:
+        """What this output shows of the view that a call made."""
+        if self.first is None or self.stop is None:
+            return whole
+        stop = self.stop(args)
+        kept = derive.crop(whole, self.form.site, stop)
+        return derive.suffix(kept, self.form.site, stop - self.first(args))
+
+
 @dataclass
 class GroupPlan:
     """One cache group of a compiled graph: where its tensors come from, and where its handles go.
 
-    inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: (position in
-    the graph's result, form) of each handle to return. batch, count: rows, and new tokens per row, of a call; equal
+    inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: the handles to
+    return. batch, count: rows, and new tokens per row, of a call; equal
     and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
     must be at every call. decodes: the graph takes the sizes of the work list, too.
     """
@@ -59,7 +80,7 @@ class GroupPlan:
     group: CacheGroup
     sites: list[int]
     inputs: list[tuple[int, Form]]
-    outputs: list[tuple[int, Form]]
+    outputs: list[HandleOutput]
     batch: Callable[[Sequence[Any]], int]
     count: Callable[[Sequence[Any]], int]
     equal: list[Callable[[Sequence[Any]], int]]
@@ -146,16 +167,15 @@ class PagedProgram:
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
-        return self._results(dense, steps)
+        return self._results(args, dense, steps)
 
-    def _results(self, dense: Sequence[Any], steps: Sequence[StepViews]) -> tuple[Any, ...]:
+    def _results(self, args: Sequence[Any], dense: Sequence[Any], steps: Sequence[StepViews]) -> tuple[Any, ...]:
         results: list[Any] = [None] * self._num_outputs
         for i, value in zip(self._dense_outputs, dense):
             results[i] = value
         for plan, step in zip(self._plans, steps):
-            view = step.view
-            for i, form in plan.outputs:
-                results[i] = PagedTensor(view, form)
+            for output in plan.outputs:
+                results[output.position] = PagedTensor(output.view(step.view, args), output.form)
         return tuple(results)
 
     def _run_dense(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -170,6 +190,12 @@ class PagedProgram:
                 stacklevel=3,
             )
         return self._dense(*map(make_dense, args))
+
+
+def _handle_output(kept: KeptOutput, form: Form, captured: Sequence[Node]) -> HandleOutput:
+    if kept.stop is None:
+        return HandleOutput(kept.position, form)
+    return HandleOutput(kept.position, form, size_reader(kept.first, captured), size_reader(kept.stop, captured))
 
 
 def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int) -> list[GroupPlan]:
@@ -199,9 +225,9 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
                 ordinals,
                 inputs,
                 [
-                    (i, plain(ordinal, site.axes))
+                    _handle_output(kept, plain(ordinal, site.axes), captured)
                     for site, ordinal in zip(group.sites, ordinals)
-                    for i in (site.outputs if group.kind != "read" else ())
+                    for kept in (site.outputs if group.kind != "read" else ())
                 ],
                 size_reader(lead.size("B"), captured),
                 size_reader(counts[0], captured),

@@ -27,7 +27,7 @@ def size_reader(size: int | SymInt, placeholders: Sequence[Node]) -> Callable[[S
     text = PythonPrinter().doprint(expression.xreplace({s: type(s)(f"__{i}__") for i, s in enumerate(names)}))
     for i, code in enumerate(names.values()):
         text = text.replace(f"__{i}__", code)
-    return eval(f"lambda args: {text}", {"__builtins__": {}})
+    return eval(f"lambda args: {text}", {"__builtins__": {"max": max, "min": min}})
 
 
 def _origin(symbol: Any, placeholders: Sequence[Node]) -> str:

@@ -9,7 +9,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from .attention import LinkAttention, MatchAttention, ProveMasks
-from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, PagedInput, Pass, PassResult
+from .base import (
+    AttentionSite,
+    CacheGroupSites,
+    CacheSite,
+    GraphState,
+    KeptOutput,
+    NewInput,
+    PagedInput,
+    Pass,
+    PassResult,
+)
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
 from .linear import RewriteSingleRowLinears
@@ -24,6 +34,7 @@ __all__ = [
     "CacheSite",
     "GraphReport",
     "GraphState",
+    "KeptOutput",
     "NewInput",
     "PagedInput",
     "PassResult",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from .base import AttentionSite, CacheSite, GraphState, Pass
+from .caches import kept_outputs
 from .heads import Heads, trace_heads
 from .masks import prove_mask
 from .tensors import argument, expr, hint, is_call, is_tensor, same_size, shape
@@ -20,7 +21,7 @@ class MatchAttention(Pass):
     """Find every SDPA call, and trace its K and V back to paged inputs or to tensors that the graph returns."""
 
     def apply(self, state: GraphState) -> int:
-        returned = {output for output in state.outputs if isinstance(output, Node)}
+        returned = set(kept_outputs(state))
         axes = {site.node: site.axes for site in state.sites}
         for node in state.gm.graph.nodes:
             if is_call(node, SDPA):

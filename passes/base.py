@@ -18,6 +18,7 @@ __all__ = [
     "CacheGroupSites",
     "CacheSite",
     "GraphState",
+    "KeptOutput",
     "NewInput",
     "PagedInput",
     "Pass",
@@ -46,6 +47,19 @@ class PagedInput:
     cache: object
 
 
+@dataclass(frozen=True)
+class KeptOutput:
+    """A graph output that is a cache, or positions `first .. stop-1` of its sequence.
+
+    position: among the graph's outputs. text: how the slice was written, "" for the whole.
+    """
+
+    position: int
+    first: int | SymInt = 0
+    stop: int | SymInt | None = None
+    text: str = ""
+
+
 @dataclass
 class CacheSite:
     """A K or V cache of the graph.
@@ -54,7 +68,7 @@ class CacheSite:
         keeps), or "read" (paged input that is read without being extended).
     node: the tensor that holds old and new tokens; past: the paged input; new: the new tokens, laid out as `axes`.
     form: what made `node`, for people ("cat", "returned", "input").
-    role: "key", "value" or "" when no attention of this graph reads it. outputs: positions among graph outputs.
+    role: "key", "value" or "" when no attention of this graph reads it. outputs: what the program keeps of it.
     """
 
     kind: str
@@ -64,7 +78,7 @@ class CacheSite:
     past: Node | None = None
     new: Node | None = None
     role: str = ""
-    outputs: list[int] = field(default_factory=list)
+    outputs: list[KeptOutput] = field(default_factory=list)
     reason: str = ""  # what still reads a dense copy, if anything does
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from .base import CacheGroupSites, CacheSite, GraphState, Pass
+from .base import CacheGroupSites, CacheSite, GraphState, KeptOutput, Pass
 from .mask_effects import Writers
+from .slices import one_slice
 from .tensors import argument, hint, is_call, is_tensor, shape
 
-__all__ = ["GroupCaches", "MatchAppends", "MatchCreates", "joined"]
+__all__ = ["GroupCaches", "MatchAppends", "MatchCreates", "joined", "kept_outputs"]
 
 
 def joined(node: Node) -> tuple[list[Node], int] | None:
@@ -61,33 +62,51 @@ class MatchAppends(Pass):
         return new
 
 
+def kept_outputs(state: GraphState) -> dict[Node, list[tuple[int, KeptOutput]]]:
+    """Tensors of which the graph returns all or a slice: (the slice's dimension, or -1; what is kept) for each."""
+    kept: dict[Node, list[tuple[int, KeptOutput]]] = {}
+    for i, output in enumerate(state.outputs):
+        if not is_tensor(output):
+            continue
+        kept.setdefault(output, []).append((-1, KeptOutput(i)))  # type: ignore[arg-type]
+        part = one_slice(output)  # type: ignore[arg-type]
+        if part is not None:
+            kept.setdefault(part.source, []).append((part.dim, KeptOutput(i, part.first, part.stop, part.text)))
+    return kept
+
+
+def _along(outputs: list[tuple[int, KeptOutput]], axes: str) -> list[KeptOutput]:
+    """Those that are whole, or a part of the sequence."""
+    return [output for dim, output in outputs if dim < 0 or axes[dim] == "S"]
+
+
 class MatchCreates(Pass):
-    """Dense K and V tensors that the program keeps: returned by the graph, and either read by an attention of
-    this graph whose K and V are both returned, or made by joining tokens to an empty or a dense cache."""
+    """Dense K and V tensors that the program keeps: returned by the graph, whole or in part, and either read by an
+    attention of this graph whose K and V are both returned, or made by joining tokens to an empty or a dense cache."""
 
     def apply(self, state: GraphState) -> int:
-        positions: dict[Node, list[int]] = {}
-        for i, output in enumerate(state.outputs):
-            if is_tensor(output) and state.site_of(output) is None:  # type: ignore[arg-type]
-                positions.setdefault(output, []).append(i)  # type: ignore[arg-type]
+        outputs = kept_outputs(state)
         for site in state.sites:
-            site.outputs = [i for i, output in enumerate(state.outputs) if output is site.node]
+            site.outputs = _along(outputs.pop(site.node, []), site.axes)
         writers = Writers(state.gm.graph)
-        axes = self._kept_by_attention(state, positions, writers)
-        for node in positions:
+        axes = self._kept_by_attention(state, outputs, writers)
+        for node in outputs:
             if node not in axes and (join := self._kept_by_join(node, writers)):
                 axes[node] = join
-        for node, (layout, role, form) in axes.items():
-            state.sites.append(CacheSite("create", node, layout, form, role=role, outputs=positions[node]))
-        return len(axes)
+        created = [
+            CacheSite("create", node, layout, form, role=role, outputs=_along(outputs[node], layout))
+            for node, (layout, role, form) in axes.items()
+        ]
+        state.sites += [site for site in created if site.outputs]
+        return len(created)
 
     def _kept_by_attention(
-        self, state: GraphState, positions: dict[Node, list[int]], writers: Writers
+        self, state: GraphState, outputs: dict[Node, list[tuple[int, KeptOutput]]], writers: Writers
     ) -> dict[Node, tuple[str, str, str]]:
         kept: dict[Node, tuple[str, str, str]] = {}
         for attention in state.attentions:
             pair = attention.candidates
-            if pair is None or not all(node in positions and node.op != "placeholder" for node, _ in pair):
+            if pair is None or not all(node in outputs and node.op != "placeholder" for node, _ in pair):
                 continue
             writer = writers.of([node for node, _ in pair])
             if writer is not None:
@@ -121,7 +140,8 @@ class GroupCaches(Pass):
     """Sites whose lengths move together share one block table.
 
     Paged inputs say themselves which cache they belong to; tensors born here go together when they had the same
-    batch and length at capture (each call verifies it again).
+    batch and length at capture (each call verifies it again), and the same part of them is kept: a window's length
+    parts from the others' later.
     """
 
     def apply(self, state: GraphState) -> int:
@@ -130,7 +150,8 @@ class GroupCaches(Pass):
         for site in state.sites:
             if site.kind == "create":
                 value = site.node.meta["example_value"]
-                key: tuple[object, ...] = ("create", hint(site.size("B")), hint(site.size("S")), value.device)
+                sizes = (hint(site.size("B")), hint(site.size("S")))
+                key: tuple[object, ...] = ("create", *sizes, value.device, *(kept.text for kept in site.outputs))
             else:
                 facts = state.inputs[site.past]  # type: ignore[index]
                 key = (site.kind, facts.cache, hint(site.new_tokens))

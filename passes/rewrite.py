@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from .. import ops
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
 from .mask_effects import written
+from .masks import MaskSpec
 from .prune import prune
 from .symbols import fake_like, fresh_size, size_node
 from .tensors import argument, hint, shape
@@ -33,6 +34,7 @@ class Rewrite(Pass):
         self._block_size = block_size
         self._arena_strides = arena_strides
         self._masks: dict[tuple[Node, Node], Node] = {}
+        self._windows: dict[tuple[object, ...], Node] = {}
 
     def apply(self, state: GraphState) -> int:
         graph = state.gm.graph
@@ -132,6 +134,14 @@ class Rewrite(Pass):
                 self._masks[mask, plan] = known
         return known
 
+    def _plan_window(self, graph: Graph, mask: MaskSpec, plan: Node, options: dict[str, object]) -> Node:
+        """The plan of one query's bounds: worked out once for all layers that share them."""
+        key = (plan, mask.causal_offset, mask.window)
+        if key not in self._windows:
+            bounds = (options["causal_offset"], options.get("window"))
+            self._windows[key] = graph.call_function(ops.plan_window, (plan, *bounds))
+        return self._windows[key]
+
     def _attend(self, graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
         assert attention.key is not None and attention.value is not None and attention.mask is not None
         mask = attention.mask
@@ -142,10 +152,12 @@ class Rewrite(Pass):
                 "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
             }
             one_query = hint(shape(query)[2]) == 1
-            if mask.causal_offset is not None and not (mask.tensor is not None and one_query):  # the tensor says it
+            if mask.causal_offset is not None and not (mask.tensor is not None and one_query and mask.window is None):
                 options["causal_offset"] = size_node(graph, mask.causal_offset)
             if mask.window is not None and "causal_offset" in options:
                 options["window"] = size_node(graph, mask.window)
+            if one_query and "causal_offset" in options:
+                plan = self._plan_window(graph, mask, plan, options)
             node = graph.call_function(
                 ops.attention,
                 (
@@ -165,7 +177,7 @@ class Rewrite(Pass):
     @staticmethod
     def _drop_outputs(state: GraphState) -> None:
         """The runtime returns handles in the caches' places; the graph returns the rest."""
-        handles = {i for site in state.sites if site.kind != "read" for i in site.outputs}
+        handles = {kept.position for site in state.sites if site.kind != "read" for kept in site.outputs}
         state.dense_outputs = [i for i in range(len(state.outputs)) if i not in handles]
         outputs = state.outputs
         state.gm.graph.output_node().args = (tuple(outputs[i] for i in state.dense_outputs),)

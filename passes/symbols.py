@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import sympy
 import torch
@@ -11,6 +13,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 from .tensors import expr
 
@@ -34,7 +37,8 @@ def fresh_size(shape_env: ShapeEnv, name: str, value: int) -> SymInt:
 def size_node(graph: Graph, size: int | SymInt | sympy.Expr) -> int | Node:
     """A node (inserted at the graph's insertion point) or a constant that computes `size` from integer inputs.
 
-    Raises `UnknownSize` if a symbol of it is not an integer input of the graph, or its form is not a sum of products.
+    Raises `UnknownSize` if a symbol of it is not an integer input of the graph, or it is not made of sums, products,
+    quotients, minima and maxima.
     """
     inputs: dict[sympy.Expr, Node] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -49,15 +53,24 @@ def _emit(graph: Graph, value: sympy.Expr, inputs: dict[sympy.Expr, Node]) -> in
         return inputs[value]
     if value.is_Integer:
         return int(value)
-    if not (value.is_Add or value.is_Mul):
+    function = _FUNCTIONS.get(type(value))
+    if function is None:
         raise UnknownSize(f"size {value} is not an input of the graph")
-    function = operator.add if value.is_Add else operator.mul
     terms = [_emit(graph, term, inputs) for term in value.args]
     result = terms[0]
     for term in terms[1:]:
         result = graph.call_function(function, (result, term))
         result.meta["example_value"] = function(*(_value(arg) for arg in result.args))
     return result
+
+
+_FUNCTIONS: dict[type, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    FloorDiv: operator.floordiv,
+    **dict.fromkeys((sympy.Max, Max), torch.sym_max),
+    **dict.fromkeys((sympy.Min, Min), torch.sym_min),
+}
 
 
 def _value(item: object) -> object:

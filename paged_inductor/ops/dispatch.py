@@ -43,6 +43,7 @@ def attention(
     Logical key k (0..kv_len-1) is visible to query i if it is a token of the row (virtual padding is not) and
     `k <= i + causal_offset` and `k > i + causal_offset - window`, where given. With a mask (from `plan_mask`), the
     mask alone decides about virtual padding, whose keys and values are zeros. A query that sees nothing gives zeros.
+    A plan from `plan_window` must be of the same causal_offset and window.
     """
     dense = None if mask is None else mask.mask
     if library.uses_kernels(q.device):
@@ -50,7 +51,7 @@ def attention(
             q, k_arena, v_arena, plan.block_table, plan.seq_lens, plan.kv_len, scale, causal_offset, window, dense
         )
     one_query = isinstance(q.shape[2], int) and q.shape[2] == 1
-    if one_query and plan.chunks is not None and causal_offset is None and window is None:
+    if one_query and plan.chunks is not None and (plan.bounded or causal_offset is None):
         return decode_attention(q, k_arena, v_arena, plan, mask, scale)
     return formulas.gathered_attention(
         q, k_arena, v_arena, plan, dense, scale=scale, causal_offset=causal_offset, window=window

@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 
 from .._layout import chunk_blocks
 
-__all__ = ["Chunks", "MaskPlan", "StepPlan", "plan_mask", "plan_step"]
+__all__ = ["Chunks", "MaskPlan", "StepPlan", "plan_mask", "plan_step", "plan_window"]
 
 Size = int | SymInt
 
@@ -22,8 +22,8 @@ class Chunks(NamedTuple):
     """The flat work list. NC chunks in all, of C blocks each; MC chunks in the longest row.
 
     table: int64 [NC, C], their physical blocks; the zero page beyond a row's blocks. row: int64 [NC]. position: int64
-    [NC], logical position of a chunk's first slot. bias: float32 [NC, C * block_size], 0 where a slot holds a token of
-    its row, else -inf. of_row: int64 [B, MC], each row's chunks; count: int64 [B], how many of them are real.
+    [NC], logical position of a chunk's first slot. bias: float32 [NC, C * block_size], 0 where a slot holds a visible
+    token of its row, else -inf. of_row: int64 [B, MC], each row's chunks; count: int64 [B], how many of them are real.
     """
 
     table: Tensor
@@ -38,9 +38,10 @@ class StepPlan(NamedTuple):
     """One cache group's tables in one step.
 
     block_table: int32 [B, W] and seq_lens: int32 [B], tokens per row, those of this step included.
-    kv_len: the logical length, at least every row's; shorter rows are virtually left padded.
+    kv_len: the logical length; shorter rows are virtually left padded, of longer ones only the last tokens are seen.
     new_tokens: how many tokens per row this step writes (0 when it only reads).
-    block_size: tokens per block. chunks: for decode on the CPU, else None.
+    block_size: tokens per block. chunks: for decode on the CPU, else None. bounded: the chunks hold only what a causal
+    bound and a window let one query see (`plan_window`).
     """
 
     block_table: Tensor
@@ -49,6 +50,7 @@ class StepPlan(NamedTuple):
     new_tokens: Size
     block_size: int
     chunks: Chunks | None
+    bounded: bool = False
 
 
 class MaskPlan(NamedTuple):
@@ -83,26 +85,58 @@ def plan_step(
     return StepPlan(block_table, seq_lens, kv_len, new_tokens, block_size, chunks)
 
 
+def plan_window(plan: StepPlan, causal_offset: Size, window: Size | None) -> StepPlan:
+    """The plan of attention with one query, which sees the logical keys `k <= causal_offset` and, if a window is given,
+    `k > causal_offset - window`: its work follows the window, not the context."""
+    chunks = plan.chunks
+    if chunks is None:
+        return plan
+    num_chunks, row_chunks = chunks.table.shape[0], chunks.of_row.shape[1]
+    if window is not None:
+        per_row = (window - 1) // chunks.bias.shape[1] + 2
+        row_chunks = torch.sym_min(row_chunks, per_row)
+        num_chunks = torch.sym_min(num_chunks, plan.block_table.shape[0] * per_row)
+    limits = (0 if window is None else causal_offset - window + 1, causal_offset)
+    tables = (plan.block_table, plan.seq_lens, plan.kv_len, plan.block_size)
+    return plan._replace(chunks=_chunks(*tables, num_chunks, row_chunks, limits), bounded=True)
+
+
 def _chunks(
-    block_table: Tensor, seq_lens: Tensor, kv_len: Size, block_size: int, num_chunks: Size, row_chunks: Size
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: Size,
+    block_size: int,
+    num_chunks: Size,
+    row_chunks: Size,
+    limits: tuple[Size, Size] | None = None,
 ) -> Chunks:
+    """limits: the first and the last logical key that is seen; None for all."""
     blocks = chunk_blocks(block_size)
     tokens = blocks * block_size
     lens = seq_lens.to(torch.int64)
     count = (lens + tokens - 1) // tokens  # [B]
+    begin = torch.zeros_like(count)
+    if limits is not None:
+        begin = ((limits[0] - kv_len + lens).clamp_min(0) // tokens).minimum(count)
+        count = count - begin
     stop = count.cumsum(0)
     number = torch.arange(num_chunks)
     row = (number[:, None] >= stop).sum(1).clamp(max=block_table.shape[0] - 1)  # surplus chunks: of the last row
-    nth = number - (stop - count)[row]  # [NC], which chunk of its row
+    nth = number - (stop - count - begin)[row]  # [NC], which chunk of its row
     first = nth * tokens
     slot = first[:, None] + torch.arange(tokens)  # [NC, tokens] of the row
-    bias = torch.where(slot < lens[row][:, None], 0.0, float("-inf"))
+    position = first + (kv_len - lens)[row]
+    key = position[:, None] + torch.arange(tokens)
+    seen = (slot < lens[row][:, None]) & (key >= 0)  # the table holds more tokens than are seen
+    if limits is not None:
+        seen = seen & (key >= limits[0]) & (key <= limits[1])
+    bias = torch.where(seen, 0.0, float("-inf"))
     column = (nth[:, None] * blocks + torch.arange(blocks)).clamp(max=block_table.shape[1] - 1)
     of_row = (stop - count)[:, None] + torch.arange(row_chunks)
     return Chunks(
         table=block_table[row[:, None], column].to(torch.int64),
         row=row,
-        position=first + (kv_len - lens)[row],
+        position=position,
         bias=bias,
         of_row=of_row.clamp(max=num_chunks - 1),
         count=count,

@@ -69,8 +69,9 @@ _serials = count()
 class View:
     """What a batch of cached tensors means at one moment: `lengths[i]` tokens of `rows[i]`, for every batch row.
 
-    All the layers of a group share one view. Its logical length is the longest row's; shorter rows start later
-    (virtual left padding). The rows' blocks stay allocated for as long as the view lives; the last reference to
+    All the layers of a group share one view. `length` is its logical length. A row with fewer tokens starts later
+    (virtual left padding); of a row with more tokens, which a sliding window makes, the oldest are hidden. The rows'
+    blocks stay allocated for as long as the view lives; the last reference to
     it gives them back. `schedule` caches the kernels' tensors for this view.
 
     `aliases` are the views that in-place writes through this one must reach (itself included), and `cells` say which
@@ -116,8 +117,8 @@ class View:
 
     @property
     def ragged(self) -> bool:
-        """Whether some row is shorter than the logical length."""
-        return min(self.lengths, default=0) != self.length
+        """Whether some row's length is not the logical length."""
+        return any(seen != self.length for seen in self.lengths)
 
 
 class CacheGroup:

@@ -127,24 +127,42 @@ class Manager:
         block_size = group.block_size
         copies: list[tuple[int, int]] = []
         changes: list[tuple[int, int, int]] = []
+        skips = [max(0, seen - length) // block_size for seen in lengths]  # blocks of which `length` leaves nothing
 
         def attempt() -> tuple[tuple[Row, ...], tuple[int, ...]]:
             copies.clear()
             changes.clear()
-            return append_rows(rows, lengths, count, group.pool, block_size, copies, changes.append)
+            return append_rows(rows, lengths, count, group.pool, block_size, copies, changes.append, skips)
 
         def needed() -> int:
-            return blocks_needed(rows, lengths, count, group.pool, block_size)
+            return blocks_needed(rows, lengths, count, group.pool, block_size, skips)
 
         new_rows, new_lengths = self._budget.allocating(group, needed, attempt)
         view = View(group, new_rows, new_lengths, label, length + count)
-        if parent is not None and parent.schedule is not None and not group.active:  # no running step reads it
-            schedule, parent.schedule = parent.schedule, None
+        if parent is not None and not any(skips) and (schedule := self._take_schedule(parent)):
             schedule.advance(count, changes)
             view.schedule = schedule
         if copies:
             self.counters.copies_on_write += len(copies)
         return StepViews(view, copies)
+
+    @staticmethod
+    def _take_schedule(view: View) -> Schedule | None:
+        """The schedule of a view that will hardly be used again; None if there is none, or a running step reads it."""
+        if view.group.active:
+            return None
+        schedule, view.schedule = view.schedule, None
+        return schedule
+
+    def suffix(self, view: View, length: int) -> View:
+        """A view of the last `length` logical positions. The tokens before them stay in their blocks; the next append
+        leaves out the blocks of which nothing is seen."""
+        with self.locked():
+            for row, seen in zip(view.rows, view.lengths):
+                register(row, seen)
+            result = View(view.group, view.rows, view.lengths, view.label, length)
+            result.schedule = self._take_schedule(view)
+            return result
 
     def derive(self, view: View, rows: Sequence[Row], lengths: Sequence[int], length: int) -> View:
         """A view of tokens that `view` (which the caller keeps alive) sees: a fork, crop, selection or merge."""

@@ -65,15 +65,24 @@ def unregister(row: Row, length: int, pool: BlockPool, block_size: int) -> None:
 
 
 def fork_row(
-    row: Row, length: int, pool: BlockPool, block_size: int, copies: list[tuple[int, int]], first: int, stop: int
+    row: Row,
+    length: int,
+    pool: BlockPool,
+    block_size: int,
+    copies: list[tuple[int, int]],
+    first: int,
+    stop: int,
+    skip: int = 0,
 ) -> Row:
     """A new row with the first `length` tokens of `row`, of which tokens `first .. stop-1` may be written.
 
     Blocks with such tokens and a partly filled tail block are allocated anew and appended to `copies` as (source,
-    destination), which the caller executes before anything is written; all other blocks are shared. The new row is
-    not registered. On `OutOfBlocks` nothing stays allocated.
+    destination), which the caller executes before anything is written; all other blocks are shared. The first `skip`
+    blocks are left out: the new row begins behind them. The new row is not registered. On `OutOfBlocks` nothing stays
+    allocated.
     """
-    blocks = row.blocks[: -(-length // block_size)]
+    blocks = row.blocks[skip : -(-length // block_size)]
+    length, first, stop = (max(0, token - skip * block_size) for token in (length, first, stop))
     fresh: dict[int, int] = {}
     try:
         for j in private_blocks(length, block_size, first, stop):
@@ -98,13 +107,15 @@ def private_blocks(length: int, block_size: int, first: int, stop: int) -> list[
     return [*written] if length % block_size == 0 or tail in written else [*written, tail]
 
 
-def blocks_needed(rows: Sequence[Row], lengths: Sequence[int], count: int, pool: BlockPool, block_size: int) -> int:
+def blocks_needed(
+    rows: Sequence[Row], lengths: Sequence[int], count: int, pool: BlockPool, block_size: int, skips: Sequence[int]
+) -> int:
     """How many blocks `append_rows` will allocate."""
     needed = 0
     extended: set[int] = set()
-    for row, old in zip(rows, lengths):
+    for row, old, skip in zip(rows, lengths, skips):
         needed += -(-(old + count) // block_size) - -(-old // block_size)
-        if id(row) in extended or _must_fork(row, old, pool, block_size):
+        if skip or id(row) in extended or _must_fork(row, old, pool, block_size):
             needed += bool(old % block_size)
         else:
             extended.add(id(row))
@@ -124,24 +135,27 @@ def append_rows(
     block_size: int,
     copies: list[tuple[int, int]],
     on_block: Callable[[tuple[int, int, int]], object],
+    skips: Sequence[int],
 ) -> tuple[tuple[Row, ...], tuple[int, ...]]:
     """Make room for `count` more tokens behind `lengths[i]` tokens of `rows[i]`, and register the longer lengths.
 
     A row is extended in place when its view is the newest (no live view sees more) and its partly filled tail block
-    has no other owner; otherwise it is forked, and only the tail block is copied. `on_block((i, j, block))` is called
-    for every table entry `j` of batch position `i` that differs from the old view's. All or nothing: on `OutOfBlocks`
-    everything is undone.
+    has no other owner; otherwise it is forked, and only the tail block is copied. Of rows with `skips[i]`, that many
+    blocks at the front are left out. `on_block((i, j, block))` is called for every table entry `j` of batch position
+    `i` that differs from the old view's, unless blocks are left out. All or nothing: on `OutOfBlocks` everything is
+    undone.
     """
     new_rows: list[Row] = []
     new_lengths: list[int] = []
     try:
         for i, row in enumerate(rows):
             old = lengths[i]
-            new = old + count
-            if _must_fork(row, old, pool, block_size):
-                row = fork_row(row, old, pool, block_size, copies, old, old)
+            if skips[i] or _must_fork(row, old, pool, block_size):
+                row = fork_row(row, old, pool, block_size, copies, old, old, skips[i])
+                old -= skips[i] * block_size
                 if old % block_size:
                     on_block((i, old // block_size, row.blocks[-1]))
+            new = old + count
             blocks = row.blocks
             row.length = new
             live = row.live

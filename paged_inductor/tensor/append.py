@@ -12,7 +12,7 @@ from .. import ops
 from ..runtime import StepViews, View, manager
 from . import derive
 from .handle import HANDLERS, PagedTensor, handles
-from .materialize import step_plan
+from .materialize import dense_copy, step_plan
 from .structure import _is_plain
 
 __all__ = ["store"]
@@ -39,9 +39,24 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
                 return _append(first, new)
         alike = [part for part in parts if isinstance(part, PagedTensor) and part._form is first._form]
         if axis == "B" and len(alike) == len(parts):
-            view = derive.merge([part._view for part in alike], [part._form.site for part in alike])
-            return PagedTensor(view, first._form)
+            if derive.can_merge([part._view for part in alike]):
+                view = derive.merge([part._view for part in alike], [part._form.site for part in alike])
+                return PagedTensor(view, first._form)
+            return torch.cat(_padded(alike, str(func)), dim)
     return HANDLERS[None](func, tensors, dim)
+
+
+def _padded(handles: Sequence[PagedTensor], name: str) -> list[Tensor]:
+    """Dense copies of one length: shorter ones left padded by zeros."""
+    length = max(handle._view.length for handle in handles)
+    tokens = handles[0]._form.axes.index("S")
+    result = []
+    for handle in handles:
+        value = dense_copy(handle, name)
+        size = [*value.shape]
+        size[tokens] = length - size[tokens]
+        result.append(torch.cat([value.new_zeros(size), value], tokens))
+    return result
 
 
 def _fits(handle: PagedTensor, new: Tensor, dim: int) -> bool:

@@ -16,7 +16,20 @@ from .. import ops
 from .._errors import PoolMismatchError
 from ..runtime import Row, StepViews, View, manager
 
-__all__ = ["append_view", "crop", "expanded", "filled", "fork", "locked", "merge", "places", "select", "written"]
+__all__ = [
+    "append_view",
+    "can_merge",
+    "crop",
+    "expanded",
+    "filled",
+    "fork",
+    "locked",
+    "merge",
+    "places",
+    "select",
+    "suffix",
+    "written",
+]
 
 _REMEMBERED = 8  # distinct children of one view that are still looked for
 _cells = counter()
@@ -87,6 +100,13 @@ def crop(view: View, site: int, length: int) -> View:
     return view if length == view.length else _child(view, site, ("crop", length), make, range(len(view.rows)))
 
 
+def suffix(view: View, site: int, length: int) -> View:
+    """The last `length` logical positions of every row: a slice, so it aliases `view`."""
+    if length == view.length:
+        return view
+    return _child(view, site, ("suffix", length), lambda: manager().suffix(view, length), range(len(view.rows)))
+
+
 def select(view: View, site: int, rows: Sequence[int], alias: bool) -> View:
     """Rows `rows` (repeats allowed) of the batch; `alias` for slices, which see later in-place writes."""
 
@@ -102,11 +122,18 @@ def fork(view: View, site: int) -> View:
     return _child(view, site, "fork", lambda: manager().derive(view, view.rows, view.lengths, view.length))
 
 
+def can_merge(views: Sequence[View]) -> bool:
+    """Whether rows of `views` can be padded to one length: hidden tokens would come to light in front of a longer row's
+    first."""
+    longest = max(view.length for view in views)
+    return all(view.length == longest or max(view.lengths, default=0) <= view.length for view in views)
+
+
 def merge(views: Sequence[View], sites: Sequence[int]) -> View:
     """The rows of all `views` as one batch; shorter rows become virtually left padded.
 
     `sites` are the layers' positions, one per view; all must agree. Raises `PoolMismatchError` if the views belong to
-    different pools.
+    different pools. Obligation: `can_merge(views)`.
     """
     first = views[0]
     if any(view.group is not first.group for view in views) or len(set(sites)) != 1:

@@ -154,13 +154,17 @@ def _ordered(handle: PagedTensor, view: View) -> PagedTensor:
 def slice_(
     func: Any, handle: PagedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> PagedTensor:
-    """A slice from the start of the sequence crops; a slice of the batch selects rows."""
+    """A slice of the sequence crops at either end; a slice of the batch selects rows."""
     form = handle._form
     if _is_plain(handle):
         axis, size = form.axes[dim], handle.shape[dim]
         begin, stop, stride = slice(start, end, step).indices(size)
-        if axis == "S" and begin == 0 and stride == 1:
-            return _ordered(handle, derive.crop(handle._view, form.site, max(stop, 0)))
+        if axis == "S" and stride == 1:
+            kept = derive.crop(handle._view, form.site, max(stop, 0))
+            if begin == 0:
+                return _ordered(handle, kept)
+            like = func(stand_in(handle), dim, begin, max(begin, stop))
+            return PagedTensor(derive.suffix(kept, form.site, like.shape[dim]), form, like)
         if axis == "B":
             rows = range(begin, stop, stride)
             if len(rows) == size and stride == 1:

@@ -93,8 +93,10 @@ def build(
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
     seed: int = 0,
+    hidden: int = 0,
 ) -> PagedBatch:
-    """A batch whose blocks are a random permutation, with unreferenced blocks among them."""
+    """A batch whose blocks are a random permutation, with unreferenced blocks among them. A window hides the first
+    `hidden` keys: where they lie in pages, they are NaN."""
     generator = torch.Generator().manual_seed(seed)
     kv_len = max(seq_lens)
     needed = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -108,11 +110,12 @@ def build(
     for width, layout in ((dim, transposed), (v_dim, False)):
         values = torch.randn(len(seq_lens), heads, kv_len, width, generator=generator).to(dtype)
         values.masked_fill_(padding[:, None, :, None], 0.0)
+        values[:, :, :hidden] = float("nan")
         arena = new_arena(sum(needed) + 4, heads, block_size, width, dtype, layout)
         page(values, arena, block_table, lens)
-        dense.append(values)
+        dense.append(values[:, :, hidden:])
         arenas.append(arena)
-    return PagedBatch(*dense, *arenas, block_table, lens, kv_len, seed)
+    return PagedBatch(*dense, *arenas, block_table, lens, kv_len - hidden, seed)
 
 
 @st.composite
@@ -128,6 +131,7 @@ def paged_batches(draw: st.DrawFn, longest: int = 40) -> PagedBatch:
         dtype=draw(st.sampled_from(DTYPES)),
         transposed=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
+        hidden=draw(st.sampled_from([0, 0, min(5, max(seq_lens) - 1), max(seq_lens) // 2])),
     )
 
 

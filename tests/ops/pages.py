@@ -35,8 +35,10 @@ def random_pages(
     block_size: int = 16,
     transposed: bool = True,
     seed: int = 0,
+    hidden: int = 0,
 ) -> Pages:
-    """Pages of `lengths` tokens per row. Unused blocks and the unused slots of tail blocks are NaN."""
+    """Pages of `lengths` tokens per row. Unused blocks, the unused slots of tail blocks and the `hidden` keys that a
+    window leaves out are NaN."""
     generator = torch.Generator().manual_seed(seed)
     width = chunks_needed(max(lengths), block_size) * chunk_blocks(block_size)
     used = [-(-length // block_size) for length in lengths]
@@ -55,10 +57,20 @@ def random_pages(
             filled = min(block_size, length - j * block_size)
             k[block, :, :filled] = torch.randn(heads, filled, head_dim, generator=generator).to(dtype)
             v[block, :, :filled] = torch.randn(heads, filled, value_dim, generator=generator).to(dtype)
-    return Pages(k, v, table, torch.tensor(lengths, dtype=torch.int32), max(lengths), block_size)
+        for token in range(max(0, hidden - max(lengths) + length)):
+            k[table[i, token // block_size], :, token % block_size] = float("nan")
+            v[table[i, token // block_size], :, token % block_size] = float("nan")
+    return Pages(k, v, table, torch.tensor(lengths, dtype=torch.int32), max(lengths) - hidden, block_size)
 
 
-def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal_offset: int | None = None) -> Tensor:
+def reference(
+    pages: Pages,
+    q: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal_offset: int | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Attention in float64, row by row and key by key, written independently of the package."""
     batch, heads_q, queries, _ = q.shape
     group = heads_q // pages.k_arena.shape[1]
@@ -70,7 +82,9 @@ def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal
         key, value = (
             arena[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double() for arena in (pages.k_arena, pages.v_arena)
         )
-        key, value = (torch.cat([torch.zeros(x.shape[0], start, x.shape[2]).double(), x], 1) for x in (key, value))
+        key, value = (x[:, max(0, -start) :] for x in (key, value))  # hidden
+        pad = max(0, start)
+        key, value = (torch.cat([torch.zeros(x.shape[0], pad, x.shape[2]).double(), x], 1) for x in (key, value))
         for h in range(heads_q):
             scores = q[b, h].double() @ key[h // group].T * scale  # [Q, S]
             position = torch.arange(pages.kv_len)
@@ -80,7 +94,10 @@ def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal
                 visible = given if given.dtype == torch.bool else torch.ones_like(scores, dtype=torch.bool)
                 scores = scores if given.dtype == torch.bool else scores + given.double()
             if causal_offset is not None:
-                visible = visible & (position <= torch.arange(queries)[:, None] + causal_offset)
+                last = torch.arange(queries)[:, None] + causal_offset
+                visible = visible & (position <= last)
+                if window is not None:
+                    visible = visible & (position > last - window)
             scores = scores.masked_fill(~visible, float("-inf"))
             weights = torch.nan_to_num(torch.softmax(scores, -1))
             out[b, h] = weights @ value[h // group]

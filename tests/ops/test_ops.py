@@ -37,6 +37,8 @@ MASKS = ["none", "bool-rows", "bool-heads", "bool-flat", "float-rows", "float-he
     dtype=st.sampled_from(list(TOLERANCE)),
     mask=st.sampled_from(MASKS),
     seed=st.integers(0, 1000),
+    hidden=st.sampled_from([0, 0, 1, 17]),
+    bounds=st.none() | st.tuples(st.integers(-3, 330), st.none() | st.integers(1, 330)),
 )
 def test_decode_formula_is_attention(
     lengths: list[int],
@@ -47,12 +49,21 @@ def test_decode_formula_is_attention(
     dtype: torch.dtype,
     mask: str,
     seed: int,
+    hidden: int,
+    bounds: tuple[int, int | None] | None,
 ) -> None:
-    """The formula itself, run eagerly: NaN in every slot that no row owns must not leak."""
-    pages = random_pages(lengths, heads[1], *dims, dtype, block_size, transposed, seed)
+    """The formula itself, run eagerly: NaN in every slot that no row owns, or that is hidden, must not leak."""
+    hidden = min(hidden, max(lengths) - 1)
+    pages = random_pages(lengths, heads[1], *dims, dtype, block_size, transposed, seed, hidden)
     q = torch.randn(len(lengths), heads[0], 1, dims[0], generator=torch.Generator().manual_seed(seed)).to(dtype)
     given_mask = masks(mask, len(lengths), heads[0], 1, pages.kv_len)
     plan = pages.plan(1)
+    if bounds is not None:
+        plan = ops.plan_window(plan, *bounds)
+        if given_mask is not None:  # a mask implies the bounds that it comes with
+            key = torch.arange(pages.kv_len)
+            seen = (key <= bounds[0]) & (key > bounds[0] - (bounds[1] or 10**6))
+            given_mask = given_mask & seen if given_mask.dtype == torch.bool else given_mask.where(seen, -torch.inf)
     planned = None if given_mask is None else ops.plan_mask(given_mask, plan)
     chunks = plan.chunks
     assert chunks is not None
@@ -70,7 +81,7 @@ def test_decode_formula_is_attention(
         *extra,
         0.3,
     )
-    expected = reference(pages, q, given_mask, 0.3)
+    expected = reference(pages, q, given_mask, 0.3, *(bounds or ()))
     torch.testing.assert_close(
         out.view(*q.shape[:3], dims[1]).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )

@@ -24,7 +24,8 @@ class Boom(Exception):
 @dataclass(eq=False)
 class Pair:
     """`paged` must always equal `dense`. `base` is the dense tensor (in the order `axes`) that `dense` is a view of,
-    and `pads` its rows' virtual left padding, which reads as zeros whatever is written there."""
+    and `pads` its rows' virtual left padding, which reads as zeros whatever is written there (negative: the row's
+    oldest tokens are hidden)."""
 
     paged: Tensor
     dense: Tensor
@@ -51,7 +52,7 @@ class Pair:
         function(self.dense)
         rows, tokens = self.axes.index("B"), self.axes.index("S") - 1
         for i, pad in enumerate(self.pads):
-            if pad:
+            if pad > 0:
                 self.base.select(rows, i).narrow(tokens, 0, pad).zero_()
 
     def check(self) -> None:

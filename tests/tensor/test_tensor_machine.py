@@ -19,6 +19,7 @@ from torch import Tensor
 from paged_inductor import configure
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import manager
+from paged_inductor.tensor import PagedTensor
 
 from .factory import paged_like
 from .model import Boom, Pair, attention, broken
@@ -171,6 +172,16 @@ class TensorMachine(RuleBasedStateMachine):
         self.keep({site: cache[site].both(lambda x: x[index]) for site in self.sites(cache, random)})
 
     @room
+    @rule(random=some, first=st.floats(0, 1), stop=st.floats(0, 1), clone=st.booleans())
+    def window(self, random: Random, first: float, stop: float, clone: bool) -> None:
+        """The newest tokens, as a sliding window keeps them, or some from the middle."""
+        cache = self.pick(random)
+        length = next(iter(cache.values())).dense.shape[self.tokens]
+        index = self.span(slice(int(first * length), length if stop > 0.5 else int(stop * 2 * length)))
+        take: Callable[[Tensor], Tensor] = (lambda x: x[index].clone()) if clone else (lambda x: x[index])
+        self.keep({site: cache[site].both(take) for site in self.sites(cache, random)})
+
+    @room
     @rule(random=some, kind=st.sampled_from(["slice", "split", "chunk"]))
     def rows(self, random: Random, kind: str) -> None:
         cache = self.pick(random)
@@ -200,8 +211,13 @@ class TensorMachine(RuleBasedStateMachine):
             length = max(pair.dense.shape[self.tokens] for pair in pairs)
             after = 2 * (3 - self.tokens)
             dense = [F.pad(p.dense, (0,) * after + (length - p.dense.shape[self.tokens], 0)) for p in pairs]
-            merged[site] = Pair.of(torch.cat([p.paged for p in pairs]), torch.cat(dense), self.axes)  # type: ignore[arg-type]
-        self.keep(merged)
+            joined = torch.cat([p.paged for p in pairs])
+            if isinstance(joined, PagedTensor):
+                merged[site] = Pair.of(joined, torch.cat(dense), self.axes)
+            else:  # tokens that a window hides do not become padding
+                assert torch.equal(joined, torch.cat(dense))
+        if merged:
+            self.keep(merged)
 
     @room
     @rule(random=some)
