@@ -74,6 +74,10 @@ class View:
     blocks stay allocated for as long as the view lives; the last reference to
     it gives them back. `schedule` caches the kernels' tensors for this view.
 
+    A `static` view is a buffer of `length` positions that is written in place: all its rows have the same number of
+    tokens, which sit at its front; the positions behind them were not written yet, read as zeros and take no memory.
+    `zeroed` are the sites of a static view that were zeroed since they were last written.
+
     `aliases` are the views that in-place writes through this one must reach (itself included), and `cells` say which
     of their batch rows are one place: positions with equal cells (None: every position is a place of its own).
     `children` are the views recently derived from this one, and `taken` the sites that have received it or must not
@@ -92,11 +96,19 @@ class View:
         "rows",
         "schedule",
         "serial",
+        "static",
         "taken",
+        "zeroed",
     )
 
     def __init__(
-        self, group: CacheGroup, rows: tuple[Row, ...], lengths: tuple[int, ...], label: str, length: int
+        self,
+        group: CacheGroup,
+        rows: tuple[Row, ...],
+        lengths: tuple[int, ...],
+        label: str,
+        length: int,
+        static: bool = False,
     ) -> None:
         """`rows` at `lengths` must be registered already, under the manager's lock."""
         self.serial = next(_serials)
@@ -105,6 +117,8 @@ class View:
         self.lengths = lengths
         self.length = length
         self.label = label
+        self.static = static
+        self.zeroed: set[int] = set()
         self.schedule: Schedule | None = None
         self.aliases: weakref.WeakSet[View] | None = None
         self.cells: tuple[int, ...] | None = None
@@ -116,9 +130,19 @@ class View:
         self.group.bury(self.serial)
 
     @property
+    def pads(self) -> list[int]:
+        """Logical position of every row's first token; negative where a window hides that many tokens."""
+        return [0 if self.static else self.length - seen for seen in self.lengths]
+
+    @property
     def ragged(self) -> bool:
-        """Whether some row's length is not the logical length."""
-        return any(seen != self.length for seen in self.lengths)
+        """Whether some row's first token is not at position 0."""
+        return any(self.pads)
+
+    @property
+    def extent(self) -> int:
+        """How many positions of a static view were written."""
+        return self.lengths[0] if self.lengths else 0
 
 
 class CacheGroup:
@@ -177,6 +201,15 @@ class CacheGroup:
                 filled[block] = max(filled.get(block, 0), min(self.block_size, row.length - j * self.block_size))
                 seen[block] = seen.get(block, 0) + 1
         return sum(filled.values()), sum(count > 1 for count in seen.values())
+
+    def relength(self, view: View, rows: tuple[Row, ...], lengths: tuple[int, ...]) -> None:
+        """Let a static view see `lengths` tokens of `rows`, which must be registered already."""
+        before = zip(view.rows, view.lengths)
+        view.rows, view.lengths, view.schedule = rows, lengths, None
+        holding = self.holdings[view.serial]
+        holding.rows, holding.lengths = rows, lengths
+        for row, seen in before:
+            unregister(row, seen, self.pool, self.block_size)
 
     def rebind(self, view: View, position: int, row: Row) -> None:
         """Let batch row `position` of `view` see the tokens of `row`; the row it saw stays registered for it."""

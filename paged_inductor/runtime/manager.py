@@ -109,6 +109,49 @@ class Manager:
             rows = tuple(Row([], 0) for _ in range(batch))
             return self._extend(group, rows, (0,) * batch, 0, count, label, None)
 
+    def create_static(self, group: CacheGroup, batch: int, length: int, label: str) -> View:
+        """A buffer of `length` positions for `batch` rows, of which none is written."""
+        with self.locked():
+            rows = tuple(Row([], 0) for _ in range(batch))
+            for row in rows:
+                register(row, 0)
+            return View(group, rows, (0,) * batch, label, length, static=True)
+
+    def extend(self, view: View, extent: int) -> list[tuple[int, int]]:
+        """Let a static view have `extent` positions written, in place; returns the block copies to execute. The new
+        positions are not initialised. All or nothing."""
+        group = view.group
+        count = extent - view.extent
+        copies: list[tuple[int, int]] = []
+        changes: list[tuple[int, int, int]] = []
+        none = (0,) * len(view.rows)
+
+        def attempt() -> tuple[tuple[Row, ...], tuple[int, ...]]:
+            copies.clear()
+            changes.clear()
+            rows, lengths = view.rows, view.lengths
+            return append_rows(rows, lengths, count, group.pool, group.block_size, copies, changes.append, none)
+
+        def needed() -> int:
+            return blocks_needed(view.rows, view.lengths, count, group.pool, group.block_size, none)
+
+        with self.locked():
+            rows, lengths = self._budget.allocating(group, needed, attempt)
+            schedule = self._take_schedule(view)
+            group.relength(view, rows, lengths)
+            if schedule is not None:
+                schedule.advance(count, changes)
+                view.schedule = schedule
+            self.counters.copies_on_write += len(copies)
+        return copies
+
+    def truncate(self, view: View, extent: int) -> None:
+        """Let a static view have `extent` positions written, fewer than now: the others' blocks are given back."""
+        with self.locked():
+            for row in view.rows:
+                register(row, extent)
+            view.group.relength(view, view.rows, (extent,) * len(view.rows))
+
     def append(self, view: View, count: int) -> StepViews:
         """A view that sees `count` more tokens (unwritten) than `view`, which keeps its meaning."""
         with self.locked():
@@ -169,7 +212,7 @@ class Manager:
         with self.locked():
             for row, seen in zip(rows, lengths):
                 register(row, seen)
-            return View(view.group, tuple(rows), tuple(lengths), view.label, length)
+            return View(view.group, tuple(rows), tuple(lengths), view.label, length, view.static)
 
     def unshare(
         self, group: CacheGroup, places: Sequence[tuple[Sequence[Place], int, int]], label: str

@@ -2,10 +2,10 @@
 
 `handle` (the class and the table of meanings) <- `derive` (new views: forks, crops, selections, merges)
 <- `structure` (operations on shapes, rows and lengths), `materialize` (dense copies), `inplace` (writes),
-`attend` (SDPA), `append` (cat).
+`attend` (SDPA), `append` (cat), `adopt` (dense buffers become handles).
 """
 
-from . import append, attend, inplace, materialize, structure
+from . import adopt, append, attend, inplace, materialize, structure
 from .handle import PagedTensor
 
-__all__ = ["PagedTensor", "append", "attend", "inplace", "materialize", "structure"]
+__all__ = ["PagedTensor", "adopt", "append", "attend", "inplace", "materialize", "structure"]

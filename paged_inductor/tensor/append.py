@@ -33,7 +33,7 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
         rest = parts[1:]
         if not rest:
             return PagedTensor(derive.fork(first._view, first._form.site), first._form)
-        if axis == "S" and not any(isinstance(part, PagedTensor) for part in rest):
+        if axis == "S" and not first._view.static and not any(isinstance(part, PagedTensor) for part in rest):
             new = rest[0] if len(rest) == 1 else torch.cat(rest, dim)
             if _fits(first, new, dim):
                 return _append(first, new)
@@ -42,7 +42,8 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
             if derive.can_merge([part._view for part in alike]):
                 view = derive.merge([part._view for part in alike], [part._form.site for part in alike])
                 return PagedTensor(view, first._form)
-            return torch.cat(_padded(alike, str(func)), dim)
+            if not any(part._view.static for part in alike):
+                return torch.cat(_padded(alike, str(func)), dim)
     return HANDLERS[None](func, tensors, dim)
 
 

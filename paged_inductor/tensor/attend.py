@@ -107,7 +107,7 @@ def _paged(
         return None
     if any(axis not in ("BHSD", "BhSD") for axis in axes) or isinstance(attn_mask, PagedTensor):
         return None
-    if query.shape[0] != len(view.rows) or query.shape[1] % key.shape[1] or view.length == 0:
+    if query.shape[0] != len(view.rows) or query.shape[1] % key.shape[1] or view.length == 0 or view.static:
         return None
     group = view.group
     arenas = group.arenas
@@ -132,7 +132,7 @@ def _without_padding(
         return attn_mask, is_causal
     view = key._view
     spec = view.group.sites[key._form.site]
-    pad = torch.tensor([view.length - seen for seen in view.lengths], device=key.device)
+    pad = torch.tensor(view.pads, device=key.device)
     token = torch.arange(view.length, device=key.device) >= pad[:, None]
     visible = token[:, None, :, None].expand(-1, spec.heads, -1, spec.head_dim)
     visible = shown(visible, key._form)[..., :1, :, :1].transpose(-2, -1)  # B 1 1 S

@@ -91,10 +91,9 @@ def _locked_child(
 
 def crop(view: View, site: int, length: int) -> View:
     """The first `length` logical positions of every row: a slice, so it aliases `view`."""
-    pad = [view.length - seen for seen in view.lengths]
 
     def make() -> View:
-        lengths = [max(0, length - p) for p in pad]
+        lengths = [max(0, length - pad) for pad in view.pads]
         return manager().derive(view, view.rows, lengths, length)
 
     return view if length == view.length else _child(view, site, ("crop", length), make, range(len(view.rows)))
@@ -123,8 +122,10 @@ def fork(view: View, site: int) -> View:
 
 
 def can_merge(views: Sequence[View]) -> bool:
-    """Whether rows of `views` can be padded to one length: hidden tokens would come to light in front of a longer row's
-    first."""
+    """Whether rows of `views` can be padded to one length. Tokens that a window hides would come to light in front of
+    a longer row's first; and static buffers must be equally long and written equally far."""
+    if any(view.static for view in views):
+        return len({(view.static, view.length, view.extent) for view in views}) == 1
     longest = max(view.length for view in views)
     return all(view.length == longest or max(view.lengths, default=0) <= view.length for view in views)
 

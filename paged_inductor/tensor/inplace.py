@@ -16,7 +16,7 @@ from . import derive
 from .handle import PagedTensor, apply_step, handles
 from .materialize import dense_copy, step_plan
 
-__all__ = ["write_back"]
+__all__ = ["reserve", "write_back"]
 
 aten = torch.ops.aten
 
@@ -71,15 +71,66 @@ def write_tokens(handle: PagedTensor, first: int, values: Tensor) -> None:
     count = values.shape[2]
     if count == 0 or not view.rows:
         return
-    own_pages(view, first, first + count)
+    if view.static:
+        count = _written_count(view, first, values)
+        values = values[:, :, :count]
+        if count == 0:
+            return
+        reserve(view, first, first + count)
+    else:
+        own_pages(view, first, first + count)
     try:
         _write(view, form.site, first, count, values)
     finally:
         derive.written(view)
 
 
+def _written_count(view: View, first: int, values: Tensor) -> int:
+    """How many of the values must be stored in a static view: zeros behind its extent take no memory."""
+    inside = max(0, view.extent - first)
+    used = values[:, :, inside:].ne(0).any(3).any(1).any(0).nonzero()
+    return min(values.shape[2], inside) if not len(used) else inside + int(used[-1]) + 1
+
+
+def reserve(view: View, first: int, stop: int, complete: bool = False) -> None:
+    """Let a static view own the blocks of positions `first .. stop-1`, and of all before. What was never written is
+    zeroed, apart from those positions where `complete`: the caller writes them in all sites of the group."""
+    extent, group = view.extent, view.group
+    own_pages(view, first, min(stop, extent))
+    if stop <= extent:
+        return
+    copies = manager().extend(view, stop)
+    try:
+        with torch.no_grad(), manager().using(group):
+            ops.execute_copies(group.arenas, copies)
+            blank = (first if complete else stop) - extent
+            if blank > 0:
+                plan = step_plan(view, blank)
+                plan = plan._replace(seq_lens=torch.full_like(plan.seq_lens, extent + blank))
+                for site, arena in zip(group.sites, group.arenas):
+                    zeros = torch.zeros((), dtype=site.dtype, device=site.device)
+                    ops.cache_write(arena, zeros.expand(len(view.rows), site.heads, blank, site.head_dim), plan)
+    except BaseException:
+        manager().truncate(view, extent)
+        raise
+
+
+def _zero(view: View, site: int) -> None:
+    """Zero one site of a static view; when all were, the view gives its blocks back."""
+    if view.extent:
+        own_pages(view, 0, view.extent)
+        spec = view.group.sites[site]
+        zeros = torch.zeros((), dtype=spec.dtype, device=spec.device)
+        _write(view, site, 0, view.extent, zeros.expand(len(view.rows), spec.heads, view.extent, spec.head_dim))
+    derive.written(view)
+    view.zeroed.add(site)
+    if len(view.zeroed) == len(view.group.sites):
+        manager().truncate(view, 0)
+
+
 def _write(view: View, site: int, first: int, count: int, values: Tensor) -> None:
     group = view.group
+    view.zeroed.discard(site)
     arena = group.arenas
     with torch.no_grad(), manager().using(group):
         plan = step_plan(view, count)
@@ -87,8 +138,7 @@ def _write(view: View, site: int, first: int, count: int, values: Tensor) -> Non
             lens = torch.full_like(plan.seq_lens, first + count)
             ops.cache_write(arena[site], values, plan._replace(seq_lens=lens))
             return
-        for i, seen in enumerate(view.lengths):
-            pad = view.length - seen
+        for i, pad in enumerate(view.pads):
             skip = max(0, pad - first)
             if skip >= count:
                 continue
@@ -102,9 +152,8 @@ def own_pages(view: View, first: int, stop: int) -> None:
     group = view.group
     with derive.locked:
         tasks = []
-        for members, seen in zip(derive.places(view), view.lengths):
-            pad = view.length - seen
-            if stop > pad:
+        for members, pad in zip(derive.places(view), view.pads):
+            if stop > max(pad, first):
                 tasks.append((members, max(0, first - pad), stop - pad))
         prepared = manager().unshare(group, tasks, view.label)
         if prepared is not None:
@@ -125,6 +174,9 @@ def fill_(func: Any, handle: PagedTensor, value: Any) -> Any:
     shape = _base(handle).shape
     if handle._form.steps:
         return write_back(func, [handle], (handle, value), {})
+    if handle._view.static and value == 0:
+        _zero(handle._view, handle._form.site)
+        return handle
     write_tokens(handle, 0, torch.full((), value, dtype=handle.dtype, device=handle.device).expand(shape))
     return handle
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -28,15 +29,20 @@ def step_plan(view: View, new_tokens: int = 0, decodes: bool = False) -> ops.Ste
     """
     schedule = manager().schedule(view)
     sizes = (schedule.num_chunks, schedule.row_chunks) if decodes else ()
-    return ops.plan_step(
-        schedule.block_table, schedule.seq_lens, view.length, new_tokens, view.group.block_size, *sizes
-    )
+    length = view.extent if view.static else view.length
+    return ops.plan_step(schedule.block_table, schedule.seq_lens, length, new_tokens, view.group.block_size, *sizes)
 
 
 def copy_out(view: View, form: Form) -> Tensor:
     """The values of a handle as a dense tensor of its shape (uncounted; a fresh tensor unless a step aliases it)."""
+    if view.static and view.extent == 0:
+        spec = view.group.sites[form.site]
+        size = (len(view.rows), spec.heads, view.length, spec.head_dim)
+        return shown(torch.zeros(size, dtype=spec.dtype, device=spec.device), form)
     with torch.no_grad(), manager().using(view.group):
         value = ops.gather(view.group.arenas[form.site], step_plan(view))
+        if view.static:
+            value = F.pad(value, (0, 0, 0, view.length - view.extent))
     return shown(value, form)
 
 

@@ -18,6 +18,11 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
+def _is_growing(handle: PagedTensor) -> bool:
+    """Whether a handle is plain, and no buffer that is written in place: parts of a buffer must see later writes."""
+    return _is_plain(handle) and not handle._view.static
+
+
 def _is_plain(handle: PagedTensor) -> bool:
     """Whether a handle shows its whole view as models keep it, in some order of the four axes."""
     form = handle._form
@@ -97,7 +102,7 @@ def expand(func: Any, handle: PagedTensor, size: list[int], **kwargs: Any) -> Pa
         return alias(func, handle)
     if changed == [form.axes.find("R")]:
         return _with_axes(handle, form.axes, wanted[changed[0]], func(stand_in(handle), size))
-    if changed == [form.axes.index("B")] and current[changed[0]] == 1:
+    if changed == [form.axes.index("B")] and current[changed[0]] == 1 and not handle._view.static:
         rows = [0] * wanted[changed[0]]
         return PagedTensor(derive.select(handle._view, form.site, rows, alias=True), form)
     return _give_up(func, handle, size, **kwargs)
@@ -156,7 +161,7 @@ def slice_(
 ) -> PagedTensor:
     """A slice of the sequence crops at either end; a slice of the batch selects rows."""
     form = handle._form
-    if _is_plain(handle):
+    if _is_growing(handle):
         axis, size = form.axes[dim], handle.shape[dim]
         begin, stop, stride = slice(start, end, step).indices(size)
         if axis == "S" and stride == 1:
