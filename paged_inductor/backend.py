@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import GraphModule
 
 from ._config import config
 from ._errors import ConfigurationError
+from .adoption import AdoptingProgram
 from .inner import INNER_COMPILERS, compile_inner
 from .passes import CacheSite, GraphReport, page_graph
 from .passes.mask_effects import written
@@ -69,10 +71,6 @@ def paged_inductor(
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
     if fake_mode is None:
         return _unpaged(gm, example_inputs, settings, "the graph has no tensor inputs")
-    writer = written(gm.graph, [node for node in placeholders if node.name in handles])
-    if writer is not None:  # eager operations on handles write into the pages
-        publish(settings.label, GraphReport((), note=f"{writer.name} writes to a paged cache in place: run eagerly"))
-        return gm.forward
     facts = {name: fact for name, handle in handles.items() if (fact := describe(handle)) is not None}
     block_size = config().block_size
 
@@ -83,9 +81,19 @@ def paged_inductor(
     single_rows = settings.inner == "inductor" and on_cpu
     try:
         state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows)
-        plans = plan_groups(gm, state, example_inputs, block_size)
+        plans = [] if state.adoptions else plan_groups(gm, state, example_inputs, block_size)
     except UnknownSize as unknown:  # the passes work on a copy: the graph is as it was
         return _unpaged(gm, example_inputs, settings, f"not paged: {unknown}")
+    understood = {node.name for node in state.inputs if state.inputs[node].static}
+    left = [node for node in placeholders if node.name in handles and node.name not in understood]
+    writer = written(gm.graph, left)
+    if writer is not None:  # eager operations on handles write into the pages
+        publish(settings.label, GraphReport((), note=f"{writer.name} writes to a paged cache in place: run eagerly"))
+        return gm.forward
+    if state.adoptions:
+        publish(settings.label, report)
+        dense = partial(_unpaged, gm, example_inputs, settings, "a static cache could not become paged", report)
+        return AdoptingProgram(gm, state.adoptions, site_spec, block_size, settings.label, dense)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
     publish(settings.label, report)

@@ -11,10 +11,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from . import ops
-from .passes import CacheSite, GraphState, KeptOutput, PagedInput
-from .passes.tensors import same_size
-from .runtime import CacheGroup, SiteSpec, StepViews, View, manager
+from .passes import CacheGroupSites, CacheSite, GraphState, KeptOutput, PagedInput
+from .passes.tensors import expr, same_size
+from .positions import start_reader
+from .runtime import CacheGroup, SiteSpec, View, manager
 from .sizes import size_reader
+from .step import StaticWrites, Step, undo
 from .tensor import PagedTensor, derive
 from .tensor.handle import Form, plain
 
@@ -29,8 +31,9 @@ def describe(handle: PagedTensor) -> PagedInput | None:
     group = handle._view.group
     spec = group.sites[form.site]
     strides = spec.strides(group.block_size)
-    cache = id(handle._view)
-    return PagedInput(form.axes, spec.heads, spec.head_dim, spec.dtype, group.block_size, strides, form.site, cache)
+    cache, static = id(handle._view), handle._view.static
+    facts = (form.axes, spec.heads, spec.head_dim, spec.dtype, group.block_size)
+    return PagedInput(*facts, strides, form.site, cache, static)
 
 
 def make_dense(value: Any) -> Any:
@@ -73,7 +76,8 @@ class GroupPlan:
     inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: the handles to
     return. batch, count: rows, and new tokens per row, of a call; equal
     and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
-    must be at every call. decodes: the graph takes the sizes of the work list, too.
+    must be at every call. decodes: the graph takes the sizes of the work list, too. static: where a call writes, if the
+    caches are static.
     """
 
     kind: str
@@ -86,25 +90,28 @@ class GroupPlan:
     equal: list[Callable[[Sequence[Any]], int]]
     equal_batches: list[Callable[[Sequence[Any]], int]]
     decodes: bool
+    static: StaticWrites | None
 
-    def start(self, args: Sequence[Any], label: str) -> StepViews | None:
+    def start(self, args: Sequence[Any], label: str) -> Step | None:
         """Make the view that this call fills; None if the call does not fit what was compiled."""
         count = self.count(args)
         if any(other(args) != count for other in self.equal):
             return None
-        if self.kind == "create":
-            batch = self.batch(args)
-            if any(other(args) != batch for other in self.equal_batches):
+        view: View | None = None
+        batch = self.batch(args)
+        if self.inputs:
+            view = args[self.inputs[0][0]]._view
+            if not all(args[i]._view is view and args[i]._form is form for i, form in self.inputs):
                 return None
-            return manager().create(self.group, batch, count, label)
-        view: View = args[self.inputs[0][0]]._view
-        if view.group is not self.group:
+            if view.group is not self.group:
+                return None
+        elif any(other(args) != batch for other in self.equal_batches):
             return None
-        for position, form in self.inputs:
-            handle = args[position]
-            if handle._view is not view or handle._form is not form:
-                return None
-        return StepViews(view, []) if self.kind == "read" else manager().append(view, count)
+        if self.static is not None:
+            return self.static.start(self.group, view, batch, count, args, label)
+        if view is None:
+            return Step.of(manager().create(self.group, batch, count, label))
+        return Step(view) if self.kind == "read" else Step.of(manager().append(view, count))
 
 
 class PagedProgram:
@@ -140,10 +147,11 @@ class PagedProgram:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
-        steps: list[StepViews] = []
+        steps: list[Step] = []
         for plan in self._plans:
             step = plan.start(args, self._label)
             if step is None:
+                undo(steps)
                 return self._run_dense(args)
             steps.append(step)
         inputs = [args[i] for i in self._kept]
@@ -155,12 +163,12 @@ class PagedProgram:
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
-                schedule = runtime.schedule(step.view)
-                inputs += (schedule.block_table, schedule.seq_lens)
-                if plan.decodes:
-                    inputs += (schedule.num_chunks, schedule.row_chunks)
+                inputs += step.tables(plan.decodes)
                 inputs += [arenas[site] for site in plan.sites]
             dense = self._run(*inputs)
+        except BaseException:
+            undo(steps)
+            raise
         finally:
             del inputs
             runtime.end(self._groups)
@@ -169,7 +177,7 @@ class PagedProgram:
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
         return self._results(args, dense, steps)
 
-    def _results(self, args: Sequence[Any], dense: Sequence[Any], steps: Sequence[StepViews]) -> tuple[Any, ...]:
+    def _results(self, args: Sequence[Any], dense: Sequence[Any], steps: Sequence[Step]) -> tuple[Any, ...]:
         results: list[Any] = [None] * self._num_outputs
         for i, value in zip(self._dense_outputs, dense):
             results[i] = value
@@ -189,6 +197,8 @@ class PagedProgram:
                 "right; the step was slower. stats().dense_fallbacks counts such steps.",
                 stacklevel=3,
             )
+        if any(plan.static is not None for plan in self._plans):
+            return self._dense(*args)  # eager operations on handles write into the pages
         return self._dense(*map(make_dense, args))
 
 
@@ -196,6 +206,22 @@ def _handle_output(kept: KeptOutput, form: Form, captured: Sequence[Node]) -> Ha
     if kept.stop is None:
         return HandleOutput(kept.position, form)
     return HandleOutput(kept.position, form, size_reader(kept.first, captured), size_reader(kept.stop, captured))
+
+
+def _static_writes(
+    group: CacheGroupSites, num_sites: int, gm: GraphModule, count: Callable[[Sequence[Any]], int]
+) -> StaticWrites:
+    readers: dict[object, Callable[[Sequence[Any]], int]] = {}
+    for site in group.sites:
+        start = site.start
+        assert start is not None
+        key = start.node if start.size is None else expr(start.size)
+        if key not in readers:
+            readers[key] = start_reader(start, gm, count)
+    lead = group.sites[0]
+    return StaticWrites(
+        list(readers.values()), int(lead.size("S")), lead.functional, complete=len(group.sites) == num_sites
+    )
 
 
 def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int) -> list[GroupPlan]:
@@ -210,13 +236,14 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
             for site in group.sites
             if site.past
         ]
-        if group.kind == "create":
+        if not inputs:
             cache_group = manager().group(tuple(site_spec(site) for site in group.sites), block_size)
             ordinals = list(range(len(group.sites)))
         else:
             cache_group = examples[inputs[0][0]]._view.group
             ordinals = [form.site for _, form in inputs]
         counts = [site.new_tokens for site in group.sites]
+        count = size_reader(counts[0], captured)
         batches = [site.size("B") for site in group.sites]
         plans.append(
             GroupPlan(
@@ -230,10 +257,11 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
                     for kept in (site.outputs if group.kind != "read" else ())
                 ],
                 size_reader(lead.size("B"), captured),
-                size_reader(counts[0], captured),
-                [size_reader(count, captured) for count in counts[1:] if not same_size(count, counts[0])],
+                count,
+                [size_reader(other, captured) for other in counts[1:] if not same_size(other, counts[0])],
                 [size_reader(batch, captured) for batch in batches[1:] if not same_size(batch, batches[0])],
                 any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
+                _static_writes(group, len(cache_group.sites), gm, count) if group.kind == "static" else None,
             )
         )
     return plans

@@ -19,6 +19,7 @@ from .base import (
     PagedInput,
     Pass,
     PassResult,
+    Start,
 )
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
@@ -27,6 +28,7 @@ from .lint import Lint
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaStrides, Rewrite
+from .static import ChooseAdoption, MatchStatic
 
 __all__ = [
     "AttentionSite",
@@ -39,6 +41,7 @@ __all__ = [
     "PagedInput",
     "PassResult",
     "SiteReport",
+    "Start",
     "page_graph",
 ]
 
@@ -48,12 +51,14 @@ def pipeline(
 ) -> list[Pass]:
     """The passes in order."""
     return [
+        MatchStatic(),
         MatchAppends(),
         MatchAttention(),
         MatchCreates(),
         GroupCaches(),
         LinkAttention(),
         ProveMasks(),
+        ChooseAdoption(),
         Rewrite(fake_mode, block_size, arena_strides),
         *([RewriteSingleRowLinears()] if single_row_linears else []),
         Lint(),
@@ -72,7 +77,8 @@ def page_graph(
 
     inputs: the placeholders that receive paged tensors, by name. fake_mode: the one that `gm` was captured with.
     block_size: of caches born in this graph. arena_strides: see `Rewrite`. single_row_linears: whether linear layers on
-    one row become formulas for a compiler to vectorise. A graph without caches is otherwise only copied.
+    one row become formulas for a compiler to vectorise. A graph without caches is otherwise only copied, and so is one
+    that has `state.adoptions`.
     """
     copy = clone(gm)
     prune(copy.graph)  # Dynamo leaves size queries behind that would pass for readers of the caches
@@ -81,4 +87,6 @@ def page_graph(
     )
     for step in pipeline(fake_mode, block_size, arena_strides, single_row_linears):
         step(state)
+        if state.adoptions:  # the graph will be captured anew, with handles in their places
+            break
     return state, report(state)

@@ -22,7 +22,7 @@ class MatchAttention(Pass):
 
     def apply(self, state: GraphState) -> int:
         returned = set(kept_outputs(state))
-        axes = {site.node: site.axes for site in state.sites}
+        axes = {node: site.axes for site in state.sites for node in site.nodes}
         for node in state.gm.graph.nodes:
             if is_call(node, SDPA):
                 state.attentions.append(self._match(node, axes, returned))
@@ -102,7 +102,7 @@ class LinkAttention(Pass):
                 continue
             attention.key, attention.value = sites[0], sites[1]
             attention.key.role, attention.value.role = "key", "value"
-            attention.reason = self._refuse(attention.key, attention.value, group_of)
+            attention.reason = self._refuse(attention.key, attention.value, group_of) or _unequal(attention)
             attention.paged = not attention.reason
         return sum(attention.paged for attention in state.attentions)
 
@@ -125,12 +125,23 @@ class ProveMasks(Pass):
         for attention in state.attentions:
             if not attention.paged or attention.key is None or attention.key.kind == "create":
                 continue
-            kv_len = attention.key.size("S")
             attention.mask = prove_mask(
-                attention.mask_node, attention.is_causal, shape(attention.query)[2], kv_len, _equal_lengths(state)
+                attention.mask_node,
+                attention.is_causal,
+                shape(attention.query)[2],
+                attention.kv_len,
+                _equal_lengths(state),
             )
             proven += attention.mask.tensor is None
         return proven
+
+
+def _unequal(attention: AttentionSite) -> str:
+    """Why K and V are not equally long parts of their caches, or ''."""
+    lengths = [shape(node)[axes.index("S")] for node, axes in attention.candidates or ()]
+    if attention.key is not None and attention.key.kind == "static" and not same_size(*lengths):
+        return f"K and V are {lengths[0]} and {lengths[1]} tokens of their caches"
+    return ""
 
 
 def _equal_lengths(state: GraphState) -> dict:

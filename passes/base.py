@@ -23,6 +23,7 @@ __all__ = [
     "PagedInput",
     "Pass",
     "PassResult",
+    "Start",
 ]
 
 log = logging.getLogger("paged_inductor.passes")
@@ -34,7 +35,7 @@ class PagedInput:
 
     axes: order of its dimensions, as "BHSD". strides: of its arena [num_blocks, heads, block_size, head_dim], in
     elements. site: its position among the tensors of its cache group. cache: names the batch it belongs to; inputs with
-    equal `cache` have equal rows and lengths.
+    equal `cache` have equal rows and lengths. static: it is a buffer of a maximal length that is written in place.
     """
 
     axes: str
@@ -45,6 +46,7 @@ class PagedInput:
     strides: tuple[int, ...]
     site: int
     cache: object
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,31 @@ class KeptOutput:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a step writes into a static cache: consecutive positions, of which this says the first.
+
+    size: a number that the graph computes from its integer inputs, or else node: a tensor of the graph, which holds the
+    positions, or (scalar) the first one.
+    """
+
+    size: int | SymInt | None = None
+    node: Node | None = None
+    scalar: bool = False
+
+
 @dataclass
 class CacheSite:
     """A K or V cache of the graph.
 
     kind: "append" (paged input, new tokens are joined to it), "create" (a dense tensor born here that the program
-        keeps), or "read" (paged input that is read without being extended).
+        keeps), "static" (a buffer of a maximal length, paged input or born here, that new tokens are written into),
+        or "read" (paged input that is read without being extended).
     node: the tensor that holds old and new tokens; past: the paged input; new: the new tokens, laid out as `axes`.
     form: what made `node`, for people ("cat", "returned", "input").
     role: "key", "value" or "" when no attention of this graph reads it. outputs: what the program keeps of it.
+    Of static caches, write: the node that writes `new` (which is `node` itself if the write is functional), start: to
+    where, parts: slices of the first positions that are read, adopted: it came in dense, and is to become paged.
     """
 
     kind: str
@@ -80,6 +98,20 @@ class CacheSite:
     role: str = ""
     outputs: list[KeptOutput] = field(default_factory=list)
     reason: str = ""  # what still reads a dense copy, if anything does
+    write: Node | None = None
+    start: Start | None = None
+    parts: list[Node] = field(default_factory=list)
+    adopted: bool = False
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes that attention may read."""
+        return [self.node, *self.parts]
+
+    @property
+    def functional(self) -> bool:
+        """Whether a static cache is written by making a new one."""
+        return self.write is self.node
 
     @property
     def name(self) -> str:
@@ -126,6 +158,13 @@ class AttentionSite:
     paged: bool = False
     reason: str = ""
 
+    @property
+    def kv_len(self) -> int | SymInt:
+        """How many keys the attention is written over. Obligation: it has candidates."""
+        assert self.candidates is not None
+        node, axes = self.candidates[0]
+        return node.meta["example_value"].shape[axes.index("S")]
+
 
 @dataclass
 class GraphState:
@@ -133,7 +172,7 @@ class GraphState:
 
     inputs: the placeholders that receive paged tensors. new_inputs: those that the rewrite added, in order.
     dense_outputs: positions among the captured graph's outputs that the rewritten one still returns, in order.
-    history: one result per pass that ran.
+    adoptions: static caches that came in dense and should be handles from now on. history: one result per pass.
     """
 
     gm: GraphModule
@@ -143,6 +182,7 @@ class GraphState:
     attentions: list[AttentionSite] = field(default_factory=list)
     new_inputs: list[NewInput] = field(default_factory=list)
     dense_outputs: list[int] = field(default_factory=list)
+    adoptions: list[CacheSite] = field(default_factory=list)
     history: list[PassResult] = field(default_factory=list)
 
     @property
@@ -157,15 +197,15 @@ class GraphState:
 
     def site_of(self, node: Node) -> CacheSite | None:
         """The site whose old and new tokens `node` holds, if there is one."""
-        return next((site for site in self.sites if site.node is node), None)
+        return next((site for site in self.sites if node in site.nodes), None)
 
 
 @dataclass(frozen=True)
 class NewInput:
     """A placeholder that the rewrite added for group `group`.
 
-    kind: "table", "lens", then "num_chunks" and "row_chunks" if it has attention with one query, then one "arena" per
-    site, in the order of `site`.
+    kind: "table", "lens", "extent" (if it is static: positions written after this step), then "num_chunks" and
+    "row_chunks" if it has attention with one query, then one "arena" per site, in the order of `site`.
     """
 
     kind: str

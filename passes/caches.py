@@ -35,6 +35,8 @@ class MatchAppends(Pass):
         found = 0
         writers = Writers(state.gm.graph)
         for past, facts in state.inputs.items():
+            if facts.static:
+                continue
             for user in past.users:
                 parts = joined(user)
                 if parts is None or parts[0][0] is not past or facts.axes[parts[1]] != "S":
@@ -152,9 +154,12 @@ class GroupCaches(Pass):
                 value = site.node.meta["example_value"]
                 sizes = (hint(site.size("B")), hint(site.size("S")))
                 key: tuple[object, ...] = ("create", *sizes, value.device, *(kept.text for kept in site.outputs))
+            elif site.past is None:  # a static buffer that is born here
+                sizes = (hint(site.size("B")), hint(site.size("S")), hint(site.new_tokens))
+                key = ("static", *sizes, site.node.meta["example_value"].device)
             else:
                 facts = state.inputs[site.past]  # type: ignore[index]
-                key = (site.kind, facts.cache, hint(site.new_tokens))
+                key = (site.kind, facts.cache, hint(site.new_tokens), site.functional)
                 while facts.site in taken.setdefault(key, set()):  # two appends to one input: two branches
                     key = (*key, "branch")
                 taken[key].add(facts.site)

@@ -27,6 +27,7 @@ class Lint(Pass):
         if writes != expected:
             raise LintError(f"{writes} cache writes for {expected} caches")
         for site in state.sites:
-            if site.kind == "create" and not site.outputs:
+            born = site.kind == "create" or (site.kind == "static" and (site.past is None or site.functional))
+            if born and not site.outputs:
                 raise LintError(f"{site.name} is written into pages that nobody receives")
         return writes

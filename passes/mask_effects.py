@@ -43,10 +43,14 @@ class Writers:
             x = self._parent[x]
         return x
 
+    def all_of(self, nodes: Iterable[Node]) -> list[Node]:
+        """The nodes that may change the value of one of `nodes`, in order."""
+        groups = {self._find(n) for n in nodes}
+        return list(dict.fromkeys(writer for writer, target in self._writers if self._find(target) in groups))
+
     def of(self, nodes: Iterable[Node]) -> Node | None:
         """A node that may change the value of one of `nodes`, if there is any."""
-        groups = {self._find(n) for n in nodes}
-        return next((writer for writer, target in self._writers if self._find(target) in groups), None)
+        return next(iter(self.all_of(nodes)), None)
 
 
 def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:

@@ -15,6 +15,7 @@ from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInpu
 from .mask_effects import written
 from .masks import MaskSpec
 from .prune import prune
+from .static_reads import plan_reads
 from .symbols import fake_like, fresh_size, size_node
 from .tensors import argument, hint, shape
 
@@ -34,6 +35,7 @@ class Rewrite(Pass):
         self._block_size = block_size
         self._arena_strides = arena_strides
         self._masks: dict[tuple[Node, Node], Node] = {}
+        self._static: dict[object, Node] = {}
         self._windows: dict[tuple[object, ...], Node] = {}
 
     def apply(self, state: GraphState) -> int:
@@ -59,6 +61,9 @@ class Rewrite(Pass):
                 self._densify(graph, site, arenas[id(site)], plans[id(site)])
         for past in {site.past for site in state.sites if site.past is not None}:
             graph.erase_node(past)
+        for site in state.sites:
+            if site.kind == "static" and site.past is None:  # the zeros that it began as
+                graph.erase_node(site.node)
         state.gm.recompile()
         return len(state.sites) + sum(attention.paged for attention in state.attentions)
 
@@ -90,6 +95,7 @@ class Rewrite(Pass):
 
         table = add("table", 0, fake_like((batch, width), (width, 1), torch.int32, device, self._mode))
         lens = add("lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
+        extent = add("extent", 0, fresh_size(env, f"pi_extent_{g}", 48 + g)) if group.kind == "static" else None
         chunks = []
         if decodes:
             for n, kind in enumerate(("num_chunks", "row_chunks")):
@@ -106,7 +112,8 @@ class Rewrite(Pass):
         with graph.inserting_after(created[-1]):
             anchor = graph.call_function(ops.plan_step, ())
         with graph.inserting_before(anchor):
-            kv_len, new_tokens = size_node(graph, lead.size("S")), size_node(graph, lead.new_tokens)
+            kv_len = size_node(graph, lead.size("S")) if extent is None else extent
+            new_tokens = size_node(graph, lead.new_tokens)
         anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
         return anchor
 
@@ -114,11 +121,15 @@ class Rewrite(Pass):
 
     @staticmethod
     def _write(graph: Graph, site: CacheSite, arena: Node, plan: Node) -> None:
-        source = site.new if site.kind == "append" else site.node
+        source = site.node if site.kind == "create" else site.new
+        before = site.write or site.node
         assert source is not None
-        place = graph.inserting_before(site.node) if site.kind == "append" else graph.inserting_after(source)
+        place = graph.inserting_after(source) if site.kind == "create" else graph.inserting_before(before)
         with place:
             write = graph.call_function(ops.cache_write, (arena, source, plan))
+        if site.write is not None and not site.functional:
+            graph.erase_node(site.write)
+            site.write = write
         if site.axes == "BSHD":
             with graph.inserting_before(write):
                 write.args = (arena, graph.call_method("transpose", (source, 1, 2)), plan)
@@ -144,7 +155,7 @@ class Rewrite(Pass):
 
     def _attend(self, graph: Graph, attention: AttentionSite, arenas: dict[int, Node], plan: Node) -> None:
         assert attention.key is not None and attention.value is not None and attention.mask is not None
-        mask = attention.mask
+        mask, mask_tensor = attention.mask, attention.mask.tensor
         query = argument(attention.node, 0, "query")  # as it is now: it may be an attention that was rewritten before
         head_dim = shape(query)[3]
         with graph.inserting_before(attention.node):
@@ -152,6 +163,10 @@ class Rewrite(Pass):
                 "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
             }
             one_query = hint(shape(query)[2]) == 1
+            if attention.key.kind == "static":
+                plan, mask_tensor = plan_reads(graph, attention, plan, self._static)
+            if mask_tensor is not None and mask.tensor is None:  # the mask as it was written says it all
+                mask = MaskSpec(None, None, False, mask_tensor, mask.proof)
             if mask.causal_offset is not None and not (mask.tensor is not None and one_query and mask.window is None):
                 options["causal_offset"] = size_node(graph, mask.causal_offset)
             if mask.window is not None and "causal_offset" in options:
@@ -165,7 +180,7 @@ class Rewrite(Pass):
                     arenas[id(attention.key)],
                     arenas[id(attention.value)],
                     plan,
-                    self._plan_mask(graph, mask.tensor, plan),
+                    self._plan_mask(graph, mask_tensor, plan),
                 ),
                 options,
             )
@@ -188,7 +203,10 @@ class Rewrite(Pass):
         users = list(site.node.users)
         if users:
             site.reason = f"{users[0].name} reads it whole"
-            with graph.inserting_after(plan) if site.kind == "read" else graph.inserting_before(site.node):
+            after = plan if site.kind == "read" else site.write
+            with graph.inserting_before(site.node if after in (None, site.node) else after.next):
+                if site.kind == "static":
+                    plan = graph.call_function(ops.plan_static, (plan, site.size("S")))
                 dense = graph.call_function(ops.gather, (arena, plan))
             if site.axes == "BSHD":
                 with graph.inserting_after(dense):
@@ -196,5 +214,5 @@ class Rewrite(Pass):
             dense.meta = dict(site.node.meta)
             for user in users:
                 user.replace_input_with(site.node, dense)
-        if site.kind == "append":
+        if site.kind == "append" or site.functional:
             graph.erase_node(site.node)

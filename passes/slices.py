@@ -9,7 +9,7 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
-from .tensors import argument, is_call, is_tensor, shape
+from .tensors import argument, is_call, is_tensor, same_size, shape
 
 __all__ = ["Slice", "one_slice"]
 
@@ -46,8 +46,16 @@ def one_slice(node: Node) -> Slice | None:
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items = (*items[:at], *[slice(None)] * (rank - len(items) + 1), *items[at + 1 :])
-    parts = [(dim, item) for dim, item in enumerate(items) if not _is_whole(item)]
-    if any(item.step not in (None, 1) for _, item in parts) or len(parts) > 1 or len(shape(node)) != rank:
+    if any(item.step not in (None, 1) for item in items) or len(shape(node)) != rank:
+        return None
+    parts = [
+        (dim, item)
+        for dim, item in enumerate(items)
+        if not _is_whole(item) and (dim in (1, 2) or not same_size(shape(source)[dim], shape(node)[dim]))
+    ]
+    if len(parts) > 1:
+        parts = [(dim, item) for dim, item in parts if not same_size(shape(source)[dim], shape(node)[dim])]
+    if len(parts) > 1:
         return None
     dim, item = parts[0] if parts else (0, slice(None))
     return _bounds(node, source, dim, item.start, item.stop)

@@ -9,7 +9,7 @@ fuses into loops which read pages in place (`formulas`, `decode`); elsewhere the
 from .decode import INDUCTOR_OPTIONS
 from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
 from .linear import single_row_linear
-from .plan import MaskPlan, StepPlan, plan_mask, plan_step, plan_window
+from .plan import MaskPlan, StepPlan, plan_mask, plan_static, plan_step, plan_window
 
 __all__ = [
     "INDUCTOR_OPTIONS",
@@ -21,6 +21,7 @@ __all__ = [
     "execute_copies",
     "gather",
     "plan_mask",
+    "plan_static",
     "plan_step",
     "plan_window",
     "single_row_linear",

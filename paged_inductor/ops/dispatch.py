@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import SymInt, Tensor
 
 from .. import kernels
@@ -46,6 +47,8 @@ def attention(
     A plan from `plan_window` must be of the same causal_offset and window.
     """
     dense = None if mask is None else mask.mask
+    if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):
+        return formulas.static_attention(q, k_arena, v_arena, plan, dense, scale=scale)
     if library.uses_kernels(q.device):
         return torch.ops.paged_inductor.attention(
             q, k_arena, v_arena, plan.block_table, plan.seq_lens, plan.kv_len, scale, causal_offset, window, dense
@@ -60,6 +63,9 @@ def attention(
 
 def gather(arena: Tensor, plan: StepPlan) -> Tensor:
     """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros."""
+    if plan.static:
+        written = gather(arena, plan._replace(kv_len=plan.extent, static=False))
+        return F.pad(written, (0, 0, 0, plan.kv_len - plan.extent))
     if library.uses_kernels(arena.device):
         return torch.ops.paged_inductor.gather(arena, plan.block_table, plan.seq_lens, plan.kv_len)
     return formulas.gather(arena, plan)

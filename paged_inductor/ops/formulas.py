@@ -12,7 +12,7 @@ from torch import SymInt, Tensor
 
 from .plan import StepPlan
 
-__all__ = ["cache_write", "gather", "gathered_attention", "visibility"]
+__all__ = ["cache_write", "gather", "gathered_attention", "static_attention", "visibility"]
 
 
 def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
@@ -84,19 +84,37 @@ def gathered_attention(
     q [B, H_q, Q, D] -> [B, H_q, Q, Dv]. The GQA group is packed into the query length: on the CPU, SDPA's own
     `enable_gqa` runs several times slower in bfloat16.
     """
+    visible = visibility(plan, q.shape[2], causal_offset, window, mask)
+    return _dense_attention(q, gather(k_arena, plan), gather(v_arena, plan), visible, scale)
+
+
+def static_attention(
+    q: Tensor, k_arena: Tensor, v_arena: Tensor, plan: StepPlan, mask: Tensor, *, scale: float
+) -> Tensor:
+    """Attention for several queries over static buffers (`plan_static`). The unwritten positions, all zeros, are one
+    more key, as heavy as all of them that the mask lets a query see."""
+    written = plan._replace(kv_len=plan.extent, static=False)
+    read = torch.sym_min(plan.extent, plan.kv_len)
+    key, value = (F.pad(gather(arena, written)[:, :, :read], (0, 0, 0, 1)) for arena in (k_arena, v_arena))
+    bias = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
+    bias = bias.expand(*bias.shape[:-1], plan.kv_len)
+    visible = torch.cat([bias[..., :read], bias[..., read:].logsumexp(-1, keepdim=True)], -1)
+    return _dense_attention(q, key, value, visible, scale)
+
+
+def _dense_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """q [B, H_q, Q, D], key and value [B, H, S, D or Dv], visible broadcastable to [B, H_q, Q, S]."""
     batch, heads_q, num_queries, _ = q.shape
-    heads_kv = k_arena.shape[1]
+    heads_kv, kv_len = key.shape[1:3]
     group = heads_q // heads_kv
-    key, value = gather(k_arena, plan), gather(v_arena, plan)
-    visible = visibility(plan, num_queries, causal_offset, window, mask)
     if visible.dtype != torch.bool:
         visible = visible.to(q.dtype)
     if group == 1:
         return F.scaled_dot_product_attention(q, key.to(q.dtype), value.to(q.dtype), visible, scale=scale)
     if visible.shape[-3] == 1:
-        visible = visible.expand(*visible.shape[:-3], group, num_queries, plan.kv_len).flatten(-3, -2).unsqueeze(-3)
+        visible = visible.expand(*visible.shape[:-3], group, num_queries, kv_len).flatten(-3, -2).unsqueeze(-3)
     else:
-        visible = visible.expand(*visible.shape[:-2], num_queries, plan.kv_len)
+        visible = visible.expand(*visible.shape[:-2], num_queries, kv_len)
         visible = visible.unflatten(-3, (heads_kv, group)).flatten(-3, -2)
     packed = q.reshape(batch, heads_kv, group * num_queries, q.shape[3])
     out = F.scaled_dot_product_attention(packed, key.to(q.dtype), value.to(q.dtype), visible, scale=scale)

@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 
 from .._layout import chunk_blocks
 
-__all__ = ["Chunks", "MaskPlan", "StepPlan", "plan_mask", "plan_step", "plan_window"]
+__all__ = ["Chunks", "MaskPlan", "StepPlan", "plan_mask", "plan_static", "plan_step", "plan_window"]
 
 Size = int | SymInt
 
@@ -41,7 +41,8 @@ class StepPlan(NamedTuple):
     kv_len: the logical length; shorter rows are virtually left padded, of longer ones only the last tokens are seen.
     new_tokens: how many tokens per row this step writes (0 when it only reads).
     block_size: tokens per block. chunks: for decode on the CPU, else None. bounded: the chunks hold only what a causal
-    bound and a window let one query see (`plan_window`).
+    bound and a window let one query see (`plan_window`). static: the rows are the first `extent` of `kv_len` positions
+    of a buffer, and the others are zeros (`plan_static`).
     """
 
     block_table: Tensor
@@ -51,13 +52,15 @@ class StepPlan(NamedTuple):
     block_size: int
     chunks: Chunks | None
     bounded: bool = False
+    static: bool = False
+    extent: Size = 0
 
 
 class MaskPlan(NamedTuple):
     """An attention mask, and for decode on the CPU what it means for every chunk and for virtual padding.
 
     mask: [1 or B, 1 or H_q, 1 or Q, S], bool or float. bias: float32 [NC, 1 or H_q, C * block_size], to be added to
-    the scores. padding: float32 [B, 1 or H_q, 2], maximum and sum of exponentials of virtual-padding keys.
+    the scores. padding: float32 [B, 1 or H_q, 2], maximum and sum of exponentials of the keys that have no memory.
     """
 
     mask: Tensor
@@ -97,8 +100,21 @@ def plan_window(plan: StepPlan, causal_offset: Size, window: Size | None) -> Ste
         row_chunks = torch.sym_min(row_chunks, per_row)
         num_chunks = torch.sym_min(num_chunks, plan.block_table.shape[0] * per_row)
     limits = (0 if window is None else causal_offset - window + 1, causal_offset)
-    tables = (plan.block_table, plan.seq_lens, plan.kv_len, plan.block_size)
+    kv_len = plan.extent if plan.static else plan.kv_len
+    tables = (plan.block_table, plan.seq_lens, kv_len, plan.block_size)
     return plan._replace(chunks=_chunks(*tables, num_chunks, row_chunks, limits), bounded=True)
+
+
+def plan_static(plan: StepPlan, kv_len: Size) -> StepPlan:
+    """The plan of reading the first `kv_len` positions of static buffers, of which `plan` has those that were written.
+
+    Attention with it needs a mask, which decides about the zeros in the unwritten ones.
+    """
+    chunks = plan.chunks
+    if chunks is not None:
+        key = chunks.position[:, None] + torch.arange(chunks.bias.shape[1])
+        chunks = chunks._replace(bias=torch.where(key < kv_len, chunks.bias, float("-inf")))
+    return plan._replace(kv_len=kv_len, chunks=chunks, static=True, extent=plan.kv_len)
 
 
 def _chunks(
@@ -158,8 +174,9 @@ def plan_mask(mask: Tensor, plan: StepPlan) -> MaskPlan:
     position = position.clamp(0, plan.kv_len - 1)
     row = torch.zeros_like(chunks.row) if isinstance(mask.shape[0], int) and mask.shape[0] == 1 else chunks.row
     bias = dense.transpose(1, 2)[row[:, None], position].transpose(1, 2)  # [NC, 1|Hq, tokens]
-    start = plan.kv_len - plan.seq_lens.to(torch.int64)  # [B]
-    outside = torch.arange(plan.kv_len) < start[:, None, None]
+    key = torch.arange(plan.kv_len)
+    lens = plan.seq_lens.to(torch.int64)[:, None, None]  # [B, 1, 1]
+    outside = key >= lens if plan.static else key < plan.kv_len - lens
     scores = torch.where(outside, dense, float("-inf"))  # [B, 1|Hq, S]
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     padding = torch.cat([top, (scores - top).exp().sum(-1, keepdim=True)], -1)

@@ -1,0 +1,82 @@
+"""One call of a compiled graph, as the runtime sees it: the view it fills, and how to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ._layout import chunks_needed
+from .runtime import CacheGroup, StepViews, View, manager
+from .tensor.inplace import reserve
+
+__all__ = ["StaticWrites", "Step", "undo"]
+
+
+@dataclass
+class Step:
+    """The view that a call reads and fills, and the block copies to execute before.
+
+    extent: of a static view, how many positions are written after this call. before: how many were, if the view is
+    older than the call.
+    """
+
+    view: View
+    copies: Sequence[tuple[int, int]] = field(default_factory=list)
+    extent: int | None = None
+    before: int | None = None
+
+    @classmethod
+    def of(cls, step: StepViews) -> Step:
+        """A step that makes a new view: dropping it undoes it."""
+        return cls(step.view, step.copies)
+
+    def tables(self, decodes: bool) -> tuple[Any, ...]:
+        """The group's arguments of the compiled graph, but for its arenas."""
+        schedule = manager().schedule(self.view)
+        table, lens = schedule.block_table, schedule.seq_lens
+        chunks = (schedule.num_chunks, schedule.row_chunks)
+        if self.extent is None:
+            return (table, lens, *chunks) if decodes else (table, lens)
+        if self.extent != self.view.extent:  # written before the end, as after a crop
+            lens = torch.full_like(lens, self.extent)
+            per_row = max(1, chunks_needed(self.extent, self.view.group.block_size))
+            chunks = (max(1, per_row * len(self.view.rows)), per_row)
+        return (table, lens, self.extent, *chunks) if decodes else (table, lens, self.extent)
+
+
+@dataclass(frozen=True)
+class StaticWrites:
+    """Writes of one step into static caches. starts: read the first position from a call's arguments, all of which must
+    agree. length: of the buffers. functional: the step makes new buffers. complete: it writes all sites of the group.
+    """
+
+    starts: list[Callable[[Sequence[Any]], int]]
+    length: int
+    functional: bool
+    complete: bool
+
+    def start(
+        self, group: CacheGroup, view: View | None, batch: int, count: int, args: Sequence[Any], label: str
+    ) -> Step | None:
+        """Make room for `count` tokens in `view`, or in a new one; None if the positions do not allow it."""
+        first = self.starts[0](args)
+        stop = first + count
+        if first < 0 or stop > self.length or any(start(args) != first for start in self.starts[1:]):
+            return None
+        before = None if view is None or self.functional else view.extent
+        if view is None:
+            view = manager().create_static(group, batch, self.length, label)
+        elif self.functional:
+            view = manager().derive(view, view.rows, view.lengths, view.length)
+        reserve(view, first, stop, self.complete)
+        return Step(view, extent=stop, before=before)
+
+
+def undo(steps: Iterable[Step]) -> None:
+    """After a failure: positions that were to be written for the first time are unwritten again."""
+    for step in steps:
+        if step.before is not None and step.before < step.view.extent:
+            manager().truncate(step.view, step.before)
