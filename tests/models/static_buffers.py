@@ -12,7 +12,21 @@ from torch import Tensor, nn
 VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 24, 4, 2, 8, 2
 REPEATS = HEADS // KV_HEADS
 
-Feed = Callable[[Tensor, int], Tensor]
+
+class Feed:
+    """The step of a form's loop: `feed(tokens, at)` calls `step`, the model or its compiled form, for tokens [B, S]
+    that stand at a position, and returns logits [B, S, vocabulary].
+    """
+
+    def __init__(self, model: Any, step: Callable[..., Any]) -> None:
+        self.model, self.step = model, step
+
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        raise NotImplementedError
+
+    def caches(self) -> list[Tensor]:
+        """The caches as they are now."""
+        return self.model.caches()
 
 
 class Attention(nn.Module):
@@ -120,25 +134,24 @@ class BufferDecoder(Decoder):
         return self.head(x)
 
 
-def feed_running_position(model: Any, step: Callable[..., Any]) -> Feed:
+class RunningPosition(Feed):
     """One tensor of the position, moved on in place between single-token steps."""
-    state: dict[str, Tensor] = {}
 
-    def feed(tokens: Tensor, at: int) -> Tensor:
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
         length = tokens.shape[1]
         if length > 1:
-            state["position"] = torch.tensor([at + length])
-            return step(tokens, torch.arange(at, at + length))
-        logits = step(tokens, state["position"])
-        state["position"] += 1
+            self.position = torch.tensor([at + length])
+            return self.step(tokens, torch.arange(at, at + length))
+        logits = self.step(tokens, self.position)
+        self.position += 1
         return logits
 
-    return feed
 
-
-def feed_positions(model: Any, step: Callable[..., Any]) -> Feed:
+class Positions(Feed):
     """New positions at each step."""
-    return lambda tokens, at: step(tokens, torch.arange(at, at + tokens.shape[1]))
+
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        return self.step(tokens, torch.arange(at, at + tokens.shape[1]))
 
 
 # -- litgpt: index_copy_ into a slice of the batch, mask by index_select -------------------------------------------
@@ -176,9 +189,12 @@ class IndexCopyDecoder(BufferDecoder):
         return self.head(x)
 
 
-def feed_positions_and_length(model: Any, step: Callable[..., Any]) -> Feed:
+class PositionsAndLength(Feed):
     """The loop says how many tokens the buffers hold, so that the attention reads no more."""
-    return lambda tokens, at: step(tokens, torch.arange(at, at + tokens.shape[1]), at + tokens.shape[1])
+
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        end = at + tokens.shape[1]
+        return self.step(tokens, torch.arange(at, end), end)
 
 
 # -- torchtune: the position is a buffer of the cache, moved on in place -----------------------------------------------
@@ -221,13 +237,10 @@ class CountingDecoder(Decoder):
         return self.head(x)
 
 
-def feed_mask_rows(model: Any, step: Callable[..., Any]) -> Feed:
-    longest = model.caches()[0].shape[2]
-    causal = torch.ones(longest, longest).tril().bool()
-
-    def feed(tokens: Tensor, at: int) -> Tensor:
+class MaskRows(Feed):
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
         batch, length = tokens.shape
+        longest = self.model.caches()[0].shape[2]
+        causal = torch.ones(longest, longest).tril().bool()
         input_pos = torch.arange(at, at + length).repeat(batch, 1)
-        return step(tokens, mask=causal[input_pos], input_pos=input_pos)
-
-    return feed
+        return self.step(tokens, mask=causal[input_pos], input_pos=input_pos)

@@ -60,8 +60,9 @@ class SliceDecoder(Decoder):
         return self.head(x)
 
 
-def feed_start(model: Any, step: Callable[..., Any]) -> Feed:
-    return lambda tokens, at: step(tokens, at)
+class Start(Feed):
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        return self.step(tokens, at)
 
 
 # -- functional index_copy: caches are arguments and results -----------------------------------------------------------
@@ -94,14 +95,17 @@ class FunctionalDecoder(Decoder):
         return self.head(x), presents
 
 
-def feed_caches(model: Any, step: Callable[..., Any]) -> Feed:
-    state = {"caches": model.first}
+class CachesInAndOut(Feed):
+    def __init__(self, model: Any, step: Callable[..., Any]) -> None:
+        super().__init__(model, step)
+        self.pairs = model.first
 
-    def feed(tokens: Tensor, at: int) -> Tensor:
-        logits, state["caches"] = step(tokens, torch.arange(at, at + tokens.shape[1]), state["caches"])
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        logits, self.pairs = self.step(tokens, torch.arange(at, at + tokens.shape[1]), self.pairs)
         return logits
 
-    return feed
+    def caches(self) -> list[Tensor]:
+        return [tensor for pair in self.pairs for tensor in pair]
 
 
 # -- one stacked tensor [L, 2, B, H, S, D] that grows by one cat -------------------------------------------------------
@@ -132,14 +136,15 @@ class StackedDecoder(Decoder):
         return self.head(x), stacked if cache is None else torch.cat([cache, stacked], dim=4)
 
 
-def feed_stacked(model: Any, step: Callable[..., Any]) -> Feed:
-    state: dict[str, Tensor | None] = {"cache": None}
+class StackedInAndOut(Feed):
+    stacked: Tensor | None = None
 
-    def feed(tokens: Tensor, at: int) -> Tensor:
-        logits, state["cache"] = step(tokens, state["cache"])
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        logits, self.stacked = self.step(tokens, self.stacked if at else None)
         return logits
 
-    return feed
+    def caches(self) -> list[Tensor]:
+        return [] if self.stacked is None else [self.stacked]
 
 
 # -- nanoGPT: no cache, everything is computed again -------------------------------------------------------------------
@@ -162,11 +167,7 @@ class PlainDecoder(Decoder):
         return self.head(x[:, [-1]])
 
 
-def feed_everything(model: Any, step: Callable[..., Any]) -> Feed:
-    state: dict[str, Tensor] = {}
-
-    def feed(tokens: Tensor, at: int) -> Tensor:
-        state["all"] = torch.cat([state["all"], tokens], 1) if at else tokens
-        return step(state["all"])
-
-    return feed
+class Everything(Feed):
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        self.tokens = torch.cat([self.tokens, tokens], 1) if at else tokens
+        return self.step(self.tokens)

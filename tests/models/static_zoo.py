@@ -2,7 +2,7 @@
 that nor grow them by plain `cat`. Each form has the cache, the attention and the step of the loop that its name says.
 
 `generate(form, model, step, turns, n)` is the loop. Weights are large and untied, so that a wrong cache changes the
-tokens. `model.caches()` are K and V of each layer as they are now, where the model holds them.
+tokens. `feed.caches()` are K and V of each layer as they are now.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from . import static_others as others
 
 @dataclass(frozen=True)
 class StaticForm:
-    """make: the model's class. feed(model, step): how the loop calls `step` for tokens that stand at a position.
-    layout: of the caches, "" if the model holds none between calls.
-    """
+    """make: the model. feed: the step of its loop. layout: of the caches, "" if the model holds none between calls."""
 
     name: str
     make: type[buffers.Decoder]
-    feed: Callable[[Any, Callable[..., Any]], buffers.Feed]
+    feed: type[buffers.Feed]
     layout: str = ""
 
 
 FORMS = (
-    StaticForm("gpt-fast", buffers.BufferDecoder, buffers.feed_running_position, "BHSD"),
-    StaticForm("meta-llama", others.SliceDecoder, others.feed_start, "BSHD"),
-    StaticForm("litgpt", buffers.IndexCopyDecoder, buffers.feed_positions, "BHSD"),
-    StaticForm("litgpt-cropped", buffers.IndexCopyDecoder, buffers.feed_positions_and_length, "BHSD"),
-    StaticForm("torchtune", buffers.CountingDecoder, buffers.feed_mask_rows, "BHSD"),
-    StaticForm("functional-index-copy", others.FunctionalDecoder, others.feed_caches),
-    StaticForm("stacked-cat", others.StackedDecoder, others.feed_stacked),
-    StaticForm("nanogpt", others.PlainDecoder, others.feed_everything),
+    StaticForm("gpt-fast", buffers.BufferDecoder, buffers.RunningPosition, "BHSD"),
+    StaticForm("meta-llama", others.SliceDecoder, others.Start, "BSHD"),
+    StaticForm("litgpt", buffers.IndexCopyDecoder, buffers.Positions, "BHSD"),
+    StaticForm("litgpt-cropped", buffers.IndexCopyDecoder, buffers.PositionsAndLength, "BHSD"),
+    StaticForm("torchtune", buffers.CountingDecoder, buffers.MaskRows, "BHSD"),
+    StaticForm("functional-index-copy", others.FunctionalDecoder, others.CachesInAndOut),
+    StaticForm("stacked-cat", others.StackedDecoder, others.StackedInAndOut),
+    StaticForm("nanogpt", others.PlainDecoder, others.Everything),
 )
 
 
 def generate(
     form: StaticForm, model: Any, step: Callable[..., Any], turns: Sequence[Tensor], new_tokens: int
 ) -> Tensor:
+    """`loop` with a new feed: `model.start` was called; `step` is the model, or its compiled form."""
+    return loop(form.feed(model, step), turns, new_tokens)
+
+
+def loop(feed: buffers.Feed, turns: Sequence[Tensor], new_tokens: int) -> Tensor:
     """Greedy decoding: each of `turns` [B, S] is fed as a whole, then `new_tokens` follow one by one.
 
-    `model.start` was called; `step` is the model, or its compiled form. Returns all tokens [B, S].
+    Returns all tokens [B, S].
     """
-    feed = form.feed(model, step)
     seen, tokens = 0, turns[0][:, :0]
     with torch.no_grad():
         for turn in turns:
