@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import logging
 import multiprocessing
 import warnings
 from dataclasses import asdict
@@ -48,6 +49,7 @@ def run_case(case: Case, new_tokens: int) -> dict[str, Any]:
 
 def _work(case: Case, new_tokens: int, sender: Connection) -> None:
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)  # about graph breaks, and of packages about tiny sizes
     try:
         subject = case.make()
         with torch.no_grad():

@@ -134,7 +134,7 @@ class XTransformers(Subject):
         torch.manual_seed(0)
         layers = self._package.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **self._options)
         net = self._package.TransformerWrapper(num_tokens=97, max_seq_len=256, attn_layers=layers)
-        return self._package.AutoregressiveWrapper(redrawn(net, 0.3))
+        return self._package.AutoregressiveWrapper(redrawn(net, 0.5))
 
     def paged_part(self, model: Any) -> nn.Module:
         return model.net

@@ -13,14 +13,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 INTRODUCTION = """# Coverage
 
 Written by `make coverage`; not edited by hand. Tiny random models in float32 generate {tokens} tokens with unmodified
-loops of their packages, dense and paged (`inner="eager"`): greedy, a padded batch, three beams, and a second turn on the
-first one's cache. Prompts are short; windows (12 tokens) fill up. A model counts only if its tokens vary, and if its
-logits move when the oldest cached values are disturbed.
+loops of their packages, dense and paged (`inner="eager"`): greedy, a padded batch, three beams, and a second turn on
+the first one's cache. Prompts are short; windows (12 tokens) fill up. A model counts only if its tokens vary, and if
+its logits move when the oldest cached values are disturbed.
 
 - **tokens**: whether all are the dense model's, in the modes named.
 - **caches**: how many of the K and V tensors are in pages when the loop ends.
-- **attention**: how many attentions of a decode step read pages. Attention written by hand is not counted as such; where
-  it is not recognised, caches are read through dense copies.
+- **attention**: how many attentions of a decode step read pages. Attention written by hand counts only where it is
+  recognised; elsewhere it reads dense copies of the caches.
 - **dense copies**: caches that a decode step copies whole, and copies made outside compiled graphs in all modes.
 - **why not**: the reasons that `explain()` gives, node numbers left out.
 """
@@ -114,6 +114,7 @@ def _reasons(modes: list[dict[str, Any]]) -> list[str]:
             for part in reason.split("; "):
                 part = re.sub(r"^l_\w+?: ", "", part)
                 part = re.sub(r" \(<[^>]*>\)", "", part)
+                part = re.sub(r"^l_\w+", "an input", part)
                 found[re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", part)] = None
     return list(found)
 
