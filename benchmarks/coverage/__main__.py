@@ -1,8 +1,8 @@
 """`python -m benchmarks.coverage [--only TEXT] [--tokens N]`: run the cases, each in a process of its own.
 
 Writes benchmarks/results/coverage.json, where a run replaces the earlier one with the same versions of torch and
-transformers, and from all runs docs/coverage.md. With --only, for cases whose names contain TEXT, it prints and writes
-nothing.
+transformers, and from all runs docs/coverage.md. With --only, cases whose names contain TEXT are run, and replace their
+rows alone. --print writes nothing.
 """
 
 from __future__ import annotations
@@ -74,23 +74,33 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="which models are paged, and what of them")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this, and write nothing")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--print", action="store_true", help="write nothing")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens per run (40)")
     options = parser.parse_args()
     rows = []
     for case in CASES:
-        name = f"{case.package} {case.model} {case.cache}".strip()
-        if options.only.lower() in name.lower():
+        if options.only.lower() in f"{case.package} {case.model} {case.cache}".lower():
             rows.append(run_case(case, options.tokens))
             print(json.dumps(rows[-1]), flush=True)
-    if options.only:
-        return
-    run = {"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": rows}
-    earlier = json.loads(PATH.read_text())["runs"] if PATH.exists() else []
-    runs = [old for old in earlier if _environment(old) != _environment(run)] + [run]
+    if not options.print:
+        write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": rows})
+
+
+def write(run: dict[str, Any]) -> None:
+    """Put the rows of `run` among the results, in the order of the cases, and write the page."""
+    runs = json.loads(PATH.read_text())["runs"] if PATH.exists() else []
+    earlier = next((old for old in runs if _environment(old) == _environment(run)), {"rows": []})
+    rows = {_key(row): row for row in (*earlier["rows"], *run["rows"])}
+    run["rows"] = [rows[key] for case in CASES if (key := (case.package, case.model, case.cache)) in rows]
+    runs = [old for old in runs if old is not earlier] + [run]
     runs.sort(key=lambda each: [int(part) for part in each["versions"]["transformers"].split(".")], reverse=True)
     PATH.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     write_page(runs)
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["package"], row["model"], row["cache"]
 
 
 def _environment(run: dict[str, Any]) -> tuple[str, str]:

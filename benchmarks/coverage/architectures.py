@@ -108,7 +108,7 @@ ARCHITECTURES = (
         {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     ),
     Architecture("GPT-NeoX", "GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES, seed=4),
-    Architecture("Falcon", "FalconConfig", "FalconForCausalLM", SIZES),
+    Architecture("Falcon", "FalconConfig", "FalconForCausalLM", SIZES, deviation=0.5),
     Architecture(
         "Falcon, ALiBi",
         "FalconConfig",
