@@ -1,0 +1,1 @@
+"""Which models are paged, and what of them: `python -m benchmarks.coverage` runs all cases, writes docs/coverage.md."""

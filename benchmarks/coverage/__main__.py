@@ -1,0 +1,111 @@
+"""`python -m benchmarks.coverage [--only TEXT] [--tokens N]`: run the cases, each in a process of its own.
+
+Writes benchmarks/results/coverage.json, where a run replaces the earlier one with the same versions of torch and
+transformers, and from all runs docs/coverage.md. With --only, cases whose names contain TEXT are run, and replace their
+rows alone. --print writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import warnings
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.harness import RESULTS, machine
+
+from .case import Case, examine, fresh
+from .cases import CASES
+from .page import write_page
+
+PATH = RESULTS / "coverage.json"
+PATIENCE = 900  # seconds for all modes of a case
+
+
+def run_case(case: Case, new_tokens: int) -> dict[str, Any]:
+    """The row of one case, examined in a forked process, so that neither a crash nor anything cached spreads."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(case, new_tokens, sender))
+    process.start()
+    sender.close()
+    row: dict[str, Any] = {"package": case.package, "model": case.model, "cache": case.cache}
+    try:
+        answer = receiver.recv() if receiver.poll(PATIENCE) else {"error": f"not ready after {PATIENCE} s"}
+    except EOFError:
+        process.join()
+        answer = {"error": f"the process ended with code {process.exitcode}"}
+    process.kill()
+    process.join()
+    return {**row, **answer}
+
+
+def _work(case: Case, new_tokens: int, sender: Connection) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)  # about graph breaks, and of packages about tiny sizes
+    try:
+        subject = case.make()
+        with torch.no_grad():
+            sensitivity = subject.sensitivity(subject.build())
+        outcomes = [asdict(examine(subject, mode, new_tokens)) for mode in case.modes]
+        fresh()
+        sender.send({"sensitivity": sensitivity, "modes": outcomes})
+    except Exception as error:  # the dense model, or the package itself: a row that says so
+        sender.send({"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"})
+
+
+def versions() -> dict[str, str]:
+    """The installed version of every package in the table."""
+    found = {}
+    for name in ("torch", *dict.fromkeys(case.package for case in CASES if case.package)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="which models are paged, and what of them")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--print", action="store_true", help="write nothing")
+    parser.add_argument("--tokens", type=int, default=40, help="new tokens per run (40)")
+    options = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if options.only.lower() in f"{case.package} {case.model} {case.cache}".lower():
+            rows.append(run_case(case, options.tokens))
+            print(json.dumps(rows[-1]), flush=True)
+    if not options.print:
+        write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": rows})
+
+
+def write(run: dict[str, Any]) -> None:
+    """Put the rows of `run` among the results, in the order of the cases, and write the page."""
+    runs = json.loads(PATH.read_text())["runs"] if PATH.exists() else []
+    earlier = next((old for old in runs if _environment(old) == _environment(run)), {"rows": []})
+    rows = {_key(row): row for row in (*earlier["rows"], *run["rows"])}
+    run["rows"] = [rows[key] for case in CASES if (key := (case.package, case.model, case.cache)) in rows]
+    runs = [old for old in runs if old is not earlier] + [run]
+    runs.sort(key=lambda each: [int(part) for part in each["versions"]["transformers"].split(".")], reverse=True)
+    PATH.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    write_page(runs)
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["package"], row["model"], row["cache"]
+
+
+def _environment(run: dict[str, Any]) -> tuple[str, str]:
+    return run["versions"]["torch"], run["versions"]["transformers"]
+
+
+if __name__ == "__main__":
+    main()
