@@ -84,7 +84,7 @@ def paged_inductor(
         plans = [] if state.adoptions else plan_groups(gm, state, example_inputs, block_size)
     except UnknownSize as unknown:  # the passes work on a copy: the graph is as it was
         return _unpaged(gm, example_inputs, settings, f"not paged: {unknown}")
-    understood = {node.name for node in state.inputs if state.inputs[node].static}
+    understood = {site.past.name for site in state.sites if site.past and site.kind in ("static", "slide")}
     left = [node for node in placeholders if node.name in handles and node.name not in understood]
     writer = written(gm.graph, left)
     if writer is not None:  # eager operations on handles write into the pages

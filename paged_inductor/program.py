@@ -16,7 +16,7 @@ from .passes.tensors import expr, same_size
 from .positions import start_reader
 from .runtime import CacheGroup, SiteSpec, View, manager
 from .sizes import size_reader
-from .step import StaticWrites, Step, undo
+from .step import Slide, StaticWrites, Step, commit, undo
 from .tensor import PagedTensor, derive
 from .tensor.handle import Form, plain
 
@@ -77,7 +77,7 @@ class GroupPlan:
     return. batch, count: rows, and new tokens per row, of a call; equal
     and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
     must be at every call. decodes: the graph takes the sizes of the work list, too. static: where a call writes, if the
-    caches are static.
+    caches are static; slide: if they slide.
     """
 
     kind: str
@@ -91,6 +91,7 @@ class GroupPlan:
     equal_batches: list[Callable[[Sequence[Any]], int]]
     decodes: bool
     static: StaticWrites | None
+    slide: Slide | None
 
     def start(self, args: Sequence[Any], label: str) -> Step | None:
         """Make the view that this call fills; None if the call does not fit what was compiled."""
@@ -109,6 +110,8 @@ class GroupPlan:
             return None
         if self.static is not None:
             return self.static.start(self.group, view, batch, count, args, label)
+        if self.slide is not None and view is not None:
+            return self.slide.start(view, count, args)
         if view is None:
             return Step.of(manager().create(self.group, batch, count, label))
         return Step(view) if self.kind == "read" else Step.of(manager().append(view, count))
@@ -172,6 +175,7 @@ class PagedProgram:
         finally:
             del inputs
             runtime.end(self._groups)
+        commit(steps)
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
@@ -197,7 +201,7 @@ class PagedProgram:
                 "right; the step was slower. stats().dense_fallbacks counts such steps.",
                 stacklevel=3,
             )
-        if any(plan.static is not None for plan in self._plans):
+        if any(plan.static is not None or plan.slide is not None for plan in self._plans):
             return self._dense(*args)  # eager operations on handles write into the pages
         return self._dense(*map(make_dense, args))
 
@@ -262,6 +266,7 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
                 [size_reader(batch, captured) for batch in batches[1:] if not same_size(batch, batches[0])],
                 any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
                 _static_writes(group, len(cache_group.sites), gm, count) if group.kind == "static" else None,
+                Slide(size_reader(lead.base_stop, captured)) if group.kind == "slide" else None,
             )
         )
     return plans

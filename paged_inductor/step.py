@@ -10,9 +10,10 @@ import torch
 
 from ._layout import chunks_needed
 from .runtime import CacheGroup, StepViews, View, manager
+from .tensor import derive
 from .tensor.inplace import reserve
 
-__all__ = ["StaticWrites", "Step", "undo"]
+__all__ = ["Slide", "StaticWrites", "Step", "commit", "undo"]
 
 
 @dataclass
@@ -20,13 +21,14 @@ class Step:
     """The view that a call reads and fills, and the block copies to execute before.
 
     extent: of a static view, how many positions are written after this call. before: how many were, if the view is
-    older than the call.
+    older than the call. target: the view of the buffer that slides on to `view` once the call succeeded.
     """
 
     view: View
     copies: Sequence[tuple[int, int]] = field(default_factory=list)
     extent: int | None = None
     before: int | None = None
+    target: View | None = None
 
     @classmethod
     def of(cls, step: StepViews) -> Step:
@@ -41,8 +43,8 @@ class Step:
         if self.extent is None:
             return (table, lens, *chunks) if decodes else (table, lens)
         if self.extent != self.view.extent:  # written before the end, as after a crop
-            lens = torch.full_like(lens, self.extent)
-            per_row = max(1, chunks_needed(self.extent, self.view.group.block_size))
+            lens = torch.full_like(lens, self.extent - min(0, *self.view.pads))
+            per_row = max(1, chunks_needed(self.extent - min(0, *self.view.pads), self.view.group.block_size))
             chunks = (max(1, per_row * len(self.view.rows)), per_row)
         return (table, lens, self.extent, *chunks) if decodes else (table, lens, self.extent)
 
@@ -73,6 +75,30 @@ class StaticWrites:
             view = manager().derive(view, view.rows, view.lengths, view.length)
         reserve(view, first, stop, self.complete)
         return Step(view, extent=stop, before=before)
+
+
+@dataclass(frozen=True)
+class Slide:
+    """Steps that push the oldest tokens out of full buffers. stop: reads from a call's arguments how many positions
+    must have been written before."""
+
+    stop: Callable[[Sequence[Any]], int]
+
+    def start(self, view: View, count: int, args: Sequence[Any]) -> Step | None:
+        """A view of `count` more tokens than `view`, which is to take its place; None if the buffer is not as full."""
+        written = view.extent if view.static else view.length
+        if written != self.stop(args) or len(set(view.pads)) > 1:
+            return None
+        step = manager().append(view, count)
+        return Step(step.view, step.copies, target=view)
+
+
+def commit(steps: Iterable[Step]) -> None:
+    """After success: buffers slide on."""
+    for step in steps:
+        if step.target is not None:
+            manager().take_over(step.target, step.view)
+            derive.written(step.target)
 
 
 def undo(steps: Iterable[Step]) -> None:

@@ -28,7 +28,8 @@ from .lint import Lint
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaStrides, Rewrite
-from .static import ChooseAdoption, MatchStatic
+from .slides import MatchSlides
+from .static import ChooseAdoption, ForgetUnmatched, MatchStatic
 
 __all__ = [
     "AttentionSite",
@@ -51,7 +52,9 @@ def pipeline(
 ) -> list[Pass]:
     """The passes in order."""
     return [
+        MatchSlides(),
         MatchStatic(),
+        ForgetUnmatched(),
         MatchAppends(),
         MatchAttention(),
         MatchCreates(),

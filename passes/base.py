@@ -81,12 +81,14 @@ class CacheSite:
 
     kind: "append" (paged input, new tokens are joined to it), "create" (a dense tensor born here that the program
         keeps), "static" (a buffer of a maximal length, paged input or born here, that new tokens are written into),
-        or "read" (paged input that is read without being extended).
+        "slide" (a full buffer, paged input, that new tokens push the oldest out of), or "read" (paged input that is
+        read without being extended).
     node: the tensor that holds old and new tokens; past: the paged input; new: the new tokens, laid out as `axes`.
     form: what made `node`, for people ("cat", "returned", "input").
     role: "key", "value" or "" when no attention of this graph reads it. outputs: what the program keeps of it.
     Of static caches, write: the node that writes `new` (which is `node` itself if the write is functional), start: to
-    where, parts: slices of the first positions that are read, adopted: it came in dense, and is to become paged.
+    where, parts: slices of the first positions that are read, adopted: it came in dense, and is to become paged. Of
+    sliding ones, base_stop: how many positions must have been written before. obsolete: nodes that go with the write.
     """
 
     kind: str
@@ -102,6 +104,8 @@ class CacheSite:
     start: Start | None = None
     parts: list[Node] = field(default_factory=list)
     adopted: bool = False
+    base_stop: int | SymInt = 0
+    obsolete: list[Node] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[Node]:
@@ -111,7 +115,7 @@ class CacheSite:
     @property
     def functional(self) -> bool:
         """Whether a static cache is written by making a new one."""
-        return self.write is self.node
+        return self.kind == "static" and self.write is self.node
 
     @property
     def name(self) -> str:

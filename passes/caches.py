@@ -35,7 +35,7 @@ class MatchAppends(Pass):
         found = 0
         writers = Writers(state.gm.graph)
         for past, facts in state.inputs.items():
-            if facts.static:
+            if facts.static or any(site.past is past for site in state.sites):
                 continue
             for user in past.users:
                 parts = joined(user)
@@ -159,7 +159,7 @@ class GroupCaches(Pass):
                 key = ("static", *sizes, site.node.meta["example_value"].device)
             else:
                 facts = state.inputs[site.past]  # type: ignore[index]
-                key = (site.kind, facts.cache, hint(site.new_tokens), site.functional)
+                key = (site.kind, facts.cache, hint(site.new_tokens), site.functional, hint(site.base_stop))
                 while facts.site in taken.setdefault(key, set()):  # two appends to one input: two branches
                     key = (*key, "branch")
                 taken[key].add(facts.site)

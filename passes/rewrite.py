@@ -59,6 +59,7 @@ class Rewrite(Pass):
         for site in state.sites:
             if site.kind != "create" and site.node in alive:
                 self._densify(graph, site, arenas[id(site)], plans[id(site)])
+        prune(graph)  # slices of buffers that slid
         for past in {site.past for site in state.sites if site.past is not None}:
             graph.erase_node(past)
         for site in state.sites:
@@ -127,9 +128,11 @@ class Rewrite(Pass):
         place = graph.inserting_after(source) if site.kind == "create" else graph.inserting_before(before)
         with place:
             write = graph.call_function(ops.cache_write, (arena, source, plan))
-        if site.write is not None and not site.functional:
+        if site.write is not None and site.write is not site.node:
             graph.erase_node(site.write)
             site.write = write
+        for node in site.obsolete:
+            graph.erase_node(node)
         if site.axes == "BSHD":
             with graph.inserting_before(write):
                 write.args = (arena, graph.call_method("transpose", (source, 1, 2)), plan)
@@ -214,5 +217,5 @@ class Rewrite(Pass):
             dense.meta = dict(site.node.meta)
             for user in users:
                 user.replace_input_with(site.node, dense)
-        if site.kind == "append" or site.functional:
+        if site.node is not site.past and (site.past is not None):
             graph.erase_node(site.node)

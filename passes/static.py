@@ -17,9 +17,7 @@ from .mask_effects import Writers
 from .slices import one_slice
 from .tensors import argument, is_call, is_tensor, same_size, shape
 
-__all__ = ["ChooseAdoption", "MatchStatic"]
-
-_NEW = (torch.zeros, torch.zeros_like)
+__all__ = ["ChooseAdoption", "ForgetUnmatched", "MatchStatic", "born_as_zeros"]
 
 
 class _Write(NamedTuple):
@@ -55,7 +53,6 @@ class MatchStatic(Pass):
                 node.replace_all_uses_with(write.buffer, delete_user_cb=lambda user, node=node: user is not node)
             state.sites.append(self._site(state, write, order))
             found += 1
-        self._forget_others(state)
         return found
 
     @staticmethod
@@ -96,7 +93,7 @@ class MatchStatic(Pass):
             return False
         if not all(isinstance(value.shape[dim], int) for dim in range(1, 4)):
             return False
-        if any(site.node is buffer or site.past is buffer for site in state.sites):
+        if any(buffer in (site.node, site.past) for site in state.sites):
             return False
         wanted = [] if write.functional else [write.node]
         early = [user for user in buffer.users if user is not write.node and order[user] < order[write.node]]
@@ -106,12 +103,16 @@ class MatchStatic(Pass):
             return False
         return write.start.node is None or _unchanged(write, writers, order)
 
-    @staticmethod
-    def _forget_others(state: GraphState) -> None:
-        """A static input that was not understood is none of the passes' business."""
+
+class ForgetUnmatched(Pass):
+    """Static inputs whose writes were not understood, or that are not written, are none of the passes' business."""
+
+    def apply(self, state: GraphState) -> int:
         known = {site.past for site in state.sites}
-        for node in [node for node, facts in state.inputs.items() if facts.static and node not in known]:
+        others = [node for node, facts in state.inputs.items() if facts.static and node not in known]
+        for node in others:
             del state.inputs[node]
+        return len(others)
 
 
 class ChooseAdoption(Pass):
@@ -133,7 +134,12 @@ def _is_buffer(state: GraphState, node: Node | None) -> bool:
         return False
     if node in state.inputs:
         return state.inputs[node].static
-    return node.op == "placeholder" or is_call(node, _NEW, ("new_zeros",))
+    return node.op == "placeholder" or born_as_zeros(node)
+
+
+def born_as_zeros(node: Node) -> bool:
+    """Whether a tensor is made by this graph, of zeros."""
+    return is_call(node, (torch.zeros, torch.zeros_like), ("new_zeros",))
 
 
 def _axes(dim: int) -> str:

@@ -75,7 +75,8 @@ class View:
     it gives them back. `schedule` caches the kernels' tensors for this view.
 
     A `static` view is a buffer of `length` positions that is written in place: all its rows have the same number of
-    tokens, which sit at its front; the positions behind them were not written yet, read as zeros and take no memory.
+    tokens, which sit at its front; the positions behind them were not written yet, read as zeros and take no memory. Of
+    more tokens than positions (the buffer slid) the oldest are hidden.
     `zeroed` are the sites of a static view that were zeroed since they were last written.
 
     `aliases` are the views that in-place writes through this one must reach (itself included), and `cells` say which
@@ -132,7 +133,8 @@ class View:
     @property
     def pads(self) -> list[int]:
         """Logical position of every row's first token; negative where a window hides that many tokens."""
-        return [0 if self.static else self.length - seen for seen in self.lengths]
+        pads = [self.length - seen for seen in self.lengths]
+        return [min(0, pad) for pad in pads] if self.static else pads
 
     @property
     def ragged(self) -> bool:
@@ -141,8 +143,8 @@ class View:
 
     @property
     def extent(self) -> int:
-        """How many positions of a static view were written."""
-        return self.lengths[0] if self.lengths else 0
+        """How many positions of a static view were written, from the first on."""
+        return min(self.lengths[0], self.length) if self.lengths else 0
 
 
 class CacheGroup:

@@ -152,6 +152,15 @@ class Manager:
                 register(row, extent)
             view.group.relength(view, view.rows, (extent,) * len(view.rows))
 
+    def take_over(self, view: View, newer: View) -> None:
+        """Let `view` see, in place, the newest tokens that `newer` sees: a buffer slides on."""
+        with self.locked():
+            for row, seen in zip(newer.rows, newer.lengths):
+                register(row, seen)
+            schedule = self._take_schedule(newer)
+            view.group.relength(view, newer.rows, newer.lengths)
+            view.schedule = schedule
+
     def append(self, view: View, count: int) -> StepViews:
         """A view that sees `count` more tokens (unwritten) than `view`, which keeps its meaning."""
         with self.locked():
