@@ -2,41 +2,122 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .passes import Start
+from .passes.mask_effects import Writers
 from .sizes import size_reader
 
-__all__ = ["start_reader"]
+__all__ = ["StartReader", "start_reader"]
+
+Reader = Callable[[Sequence[Any]], int]
 
 
-def start_reader(
-    start: Start, gm: GraphModule, count: Callable[[Sequence[Any]], int]
-) -> Callable[[Sequence[Any]], int]:
-    """A function that computes the first position from the arguments of `gm`, the graph as captured.
+class StartReader(ABC):
+    """Computes the first position of a call's writes from its arguments."""
 
-    count: computes how many tokens a call writes. The function returns -1 if the positions of a call are not
-    consecutive. Raises `UnknownSize` for a size that appears in no argument.
+    @abstractmethod
+    def __call__(self, args: Sequence[Any]) -> int:
+        """The first position; -1 if the positions are not consecutive."""
+
+    def succeeded(self, args: Sequence[Any]) -> None:  # noqa: B027  (most have nothing to remember)
+        """The call for `args`, whose position was just read, succeeded."""
+
+
+class _Size(StartReader):
+    """A number that appears in the arguments' sizes or is one of them."""
+
+    def __init__(self, read: Reader) -> None:
+        self._read = read
+
+    def __call__(self, args: Sequence[Any]) -> int:
+        return self._read(args)
+
+
+class _Positions(StartReader):
+    """A tensor of all positions."""
+
+    def __init__(self, evaluate: Callable[[Sequence[Any]], torch.Tensor], count: Reader) -> None:
+        self._evaluate = evaluate
+        self._count = count
+
+    def __call__(self, args: Sequence[Any]) -> int:
+        positions = self._evaluate(args).tolist()
+        first = positions[0] if positions else -1
+        return first if positions == list(range(first, first + self._count(args))) else -1
+
+
+class _Counter(StartReader):
+    """A tensor of one number, on the device.
+
+    If it is an argument that the graph itself moves on, it is read only if something else wrote to it since the last
+    call: a read waits for the device.
+    """
+
+    def __init__(
+        self, evaluate: Callable[[Sequence[Any]], torch.Tensor], position: int | None, moves: Reader | None
+    ) -> None:
+        """position: of the argument that the counter is. moves: by how much the graph moves it on. None: not known."""
+        self._evaluate = evaluate
+        self._position = position
+        self._moves = moves
+        self._known = WeakIdKeyDictionary()  # tensor -> (its version, its value)
+        self._last = 0
+
+    def __call__(self, args: Sequence[Any]) -> int:
+        self._last = value = self._remembered(args)
+        return value
+
+    def _remembered(self, args: Sequence[Any]) -> int:
+        if self._position is not None and self._moves is not None:
+            counter = args[self._position]
+            if not counter.is_inference():  # those have no version
+                version, value = self._known.get(counter, (-1, 0))
+                if version == counter._version:
+                    return value
+        return int(self._evaluate(args))
+
+    def succeeded(self, args: Sequence[Any]) -> None:
+        if self._position is None or self._moves is None or args[self._position].is_inference():
+            return
+        counter = args[self._position]
+        self._known[counter] = (counter._version, self._last + self._moves(args))
+
+
+def start_reader(start: Start, gm: GraphModule, count: Reader) -> StartReader:
+    """The reader of `start` for `gm`, the graph as captured. count: computes how many tokens a call writes.
+
+    Raises `UnknownSize` for a size that appears in no argument.
     """
     captured = gm.graph.find_nodes(op="placeholder")
     if start.node is None:
         assert start.size is not None
-        return size_reader(start.size, captured)
+        return _Size(size_reader(start.size, captured))
     node = next(node for node in gm.graph.nodes if node.name == start.node.name)  # the passes work on a copy
     evaluate = _evaluator(gm, node, captured)
-    if start.scalar:
-        return lambda args: int(evaluate(args))
+    if not start.scalar:
+        return _Positions(evaluate, count)
+    return _Counter(evaluate, captured.index(node) if node in captured else None, _moves(node, captured))
 
-    def first(args: Sequence[Any]) -> int:
-        positions = evaluate(args).tolist()
-        begin = positions[0] if positions else -1
-        return begin if positions == list(range(begin, begin + count(args))) else -1
 
-    return first
+def _moves(counter: Node, captured: Sequence[Node]) -> Reader | None:
+    """By how much the graph moves a counter on in place, if that is all it does to it."""
+    writers = Writers(counter.graph).all_of([counter])
+    if len(writers) != 1:
+        return None
+    (writer,) = writers
+    if writer.op != "call_method" or writer.target != "add_" or writer.args[0] is not counter or writer.kwargs:
+        return None
+    amount = writer.args[1]
+    if isinstance(amount, Node):
+        amount = amount.meta.get("example_value")
+    return size_reader(amount, captured) if isinstance(amount, (int, torch.SymInt)) else None
 
 
 def _evaluator(gm: GraphModule, node: Node, captured: Sequence[Node]) -> Callable[[Sequence[Any]], torch.Tensor]:
@@ -52,7 +133,8 @@ def _evaluator(gm: GraphModule, node: Node, captured: Sequence[Node]) -> Callabl
         if item not in needed:
             needed.add(item)
             pending += item.all_input_nodes
-    part, copies = Graph(), {}
+    part = Graph()
+    copies: dict[Node, Node] = {}
     for item in gm.graph.nodes:
         if item in needed:
             copies[item] = part.node_copy(item, lambda n: copies[n])

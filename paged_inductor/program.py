@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from . import ops
 from .passes import CacheGroupSites, CacheSite, GraphState, KeptOutput, PagedInput
 from .passes.tensors import expr, same_size
-from .positions import start_reader
+from .positions import StartReader, start_reader
 from .runtime import CacheGroup, SiteSpec, View, manager
 from .sizes import size_reader
 from .step import Slide, StaticWrites, Step, commit, undo
@@ -31,9 +31,19 @@ def describe(handle: PagedTensor) -> PagedInput | None:
     group = handle._view.group
     spec = group.sites[form.site]
     strides = spec.strides(group.block_size)
-    cache, static = id(handle._view), handle._view.static
-    facts = (form.axes, spec.heads, spec.head_dim, spec.dtype, group.block_size)
-    return PagedInput(*facts, strides, form.site, cache, static)
+    view = handle._view
+    return PagedInput(
+        form.axes,
+        spec.heads,
+        spec.head_dim,
+        spec.dtype,
+        group.block_size,
+        strides,
+        form.site,
+        cache=id(view),
+        static=view.static,
+        full=view.static and view.extent == view.length,
+    )
 
 
 def make_dense(value: Any) -> Any:
@@ -112,6 +122,8 @@ class GroupPlan:
             return self.static.start(self.group, view, batch, count, args, label)
         if self.slide is not None and view is not None:
             return self.slide.start(view, count, args)
+        if view is not None and view.static and view.extent < view.length:
+            return None  # what was full when the graph was compiled is not
         if view is None:
             return Step.of(manager().create(self.group, batch, count, label))
         return Step(view) if self.kind == "read" else Step.of(manager().append(view, count))
@@ -176,6 +188,9 @@ class PagedProgram:
             del inputs
             runtime.end(self._groups)
         commit(steps)
+        for plan in self._plans:
+            if plan.static is not None:
+                plan.static.succeeded(args)
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
@@ -215,7 +230,7 @@ def _handle_output(kept: KeptOutput, form: Form, captured: Sequence[Node]) -> Ha
 def _static_writes(
     group: CacheGroupSites, num_sites: int, gm: GraphModule, count: Callable[[Sequence[Any]], int]
 ) -> StaticWrites:
-    readers: dict[object, Callable[[Sequence[Any]], int]] = {}
+    readers: dict[object, StartReader] = {}
     for site in group.sites:
         start = site.start
         assert start is not None

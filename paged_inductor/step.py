@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ._layout import chunks_needed
+from .positions import StartReader
 from .runtime import CacheGroup, StepViews, View, manager
 from .tensor import derive
 from .tensor.inplace import reserve
@@ -55,7 +56,7 @@ class StaticWrites:
     agree. length: of the buffers. functional: the step makes new buffers. complete: it writes all sites of the group.
     """
 
-    starts: list[Callable[[Sequence[Any]], int]]
+    starts: list[StartReader]
     length: int
     functional: bool
     complete: bool
@@ -75,6 +76,11 @@ class StaticWrites:
             view = manager().derive(view, view.rows, view.lengths, view.length)
         reserve(view, first, stop, self.complete)
         return Step(view, extent=stop, before=before)
+
+    def succeeded(self, args: Sequence[Any]) -> None:
+        """The call for `args` succeeded."""
+        for start in self.starts:
+            start.succeeded(args)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class PagedInput:
 
     axes: order of its dimensions, as "BHSD". strides: of its arena [num_blocks, heads, block_size, head_dim], in
     elements. site: its position among the tensors of its cache group. cache: names the batch it belongs to; inputs with
-    equal `cache` have equal rows and lengths. static: it is a buffer of a maximal length that is written in place.
+    equal `cache` have equal rows and lengths. static: it is a buffer of a maximal length that is written in place;
+    full: to its end.
     """
 
     axes: str
@@ -47,6 +48,7 @@ class PagedInput:
     site: int
     cache: object
     static: bool = False
+    full: bool = False
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class GroupCaches(Pass):
                 sizes = (hint(site.size("B")), hint(site.size("S")))
                 key: tuple[object, ...] = ("create", *sizes, value.device, *(kept.text for kept in site.outputs))
             elif site.past is None:  # a static buffer that is born here
-                sizes = (hint(site.size("B")), hint(site.size("S")), hint(site.new_tokens))
-                key = ("static", *sizes, site.node.meta["example_value"].device)
+                lengths = (hint(site.size("B")), hint(site.size("S")), hint(site.new_tokens))
+                key = ("static", *lengths, site.node.meta["example_value"].device)
             else:
                 facts = state.inputs[site.past]  # type: ignore[index]
                 key = (site.kind, facts.cache, hint(site.new_tokens), site.functional, hint(site.base_stop))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt
@@ -39,7 +39,8 @@ def one_slice(node: Node) -> Slice | None:
         return _bounds(node, source, dim % len(shape(source)), start, start)
     if not is_call(node, (operator.getitem,)):
         return None
-    items = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    index: Any = node.args[1]
+    items = index if isinstance(index, tuple) else (index,)
     if any(item is not Ellipsis and not isinstance(item, slice) for item in items) or items.count(Ellipsis) > 1:
         return None
     rank = len(shape(source))

@@ -7,6 +7,7 @@ is kept as it was computed (`Start`), because only the caller's values say it: t
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,15 @@ __all__ = ["ChooseAdoption", "ForgetUnmatched", "MatchStatic", "born_as_zeros"]
 
 
 class _Write(NamedTuple):
-    """One write of `new` to consecutive positions of dimension `dim` of `buffer`, from `start` on. index: the tensor of
-    positions, if one is given. functional: it makes a tensor of its own, which `node` is."""
+    """One write of `new` to consecutive positions of dimension `dim` of `buffer`, from `start` on. positions: the
+    tensor of them, if one is given. functional: it makes a tensor of its own, which `node` is."""
 
     node: Node
     buffer: Node
     dim: int
     new: Node
     start: Start
-    index: Node | None = None
+    positions: Node | None = None
     functional: bool = False
 
 
@@ -105,13 +106,18 @@ class MatchStatic(Pass):
 
 
 class ForgetUnmatched(Pass):
-    """Static inputs whose writes were not understood, or that are not written, are none of the passes' business."""
+    """Static inputs whose writes were not understood, or that are not written, are none of the passes' business. But
+    those that are full and not written, such as keys of an encoder's output, are what any cache is."""
 
     def apply(self, state: GraphState) -> int:
         known = {site.past for site in state.sites}
+        writers = Writers(state.gm.graph)
         others = [node for node, facts in state.inputs.items() if facts.static and node not in known]
         for node in others:
-            del state.inputs[node]
+            if state.inputs[node].full and writers.of([node]) is None:
+                state.inputs[node] = replace(state.inputs[node], static=False)
+            else:
+                del state.inputs[node]
         return len(others)
 
 
@@ -158,14 +164,14 @@ def _unchanged(write: _Write, writers: Writers, order: dict[Node, int]) -> bool:
     """Whether positions are computed, and read, before anything they are computed from is written to."""
     assert write.start.node is not None
     seen: set[Node] = set()
-    pending = [write.index] if write.index is not None else []
+    pending = [write.positions] if write.positions is not None else []
     while pending:
         node = pending.pop()
         if node not in seen and is_tensor(node):
             seen.add(node)
             pending += node.all_input_nodes
     first = min((order[writer] for writer in writers.all_of(seen)), default=len(order))
-    aliased = bool(writers.all_of([write.index])) if write.index is not None else False
+    aliased = bool(writers.all_of([write.positions])) if write.positions is not None else False
     computed = all(order[node] < first for node in seen if node.op != "placeholder")
     return computed and (not aliased or order[write.node] < first)
 

@@ -133,7 +133,7 @@ def _chunks(
     count = (lens + tokens - 1) // tokens  # [B]
     begin = torch.zeros_like(count)
     if limits is not None:
-        begin = ((limits[0] - kv_len + lens).clamp_min(0) // tokens).minimum(count)
+        begin = (torch.clamp(lens + limits[0] - kv_len, min=0) // tokens).minimum(count)
         count = count - begin
     stop = count.cumsum(0)
     number = torch.arange(num_chunks)
