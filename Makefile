@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help env demo test lint format fuzz kernels bench clean
+.PHONY: help env demo test lint format fuzz kernels bench coverage clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -26,6 +26,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# Without their dependencies: litgpt and torchtune ask for versions of others that are not needed to build a model.
+$(VENV)/.coverage: $(VENV)/.dev benchmarks/coverage/requirements.txt
+	$(PIP) --no-deps -r benchmarks/coverage/requirements.txt
 	@touch $@
 
 env: $(VENV)/.dev ## the virtual environment that the other targets use
@@ -56,6 +61,9 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 	$(BIN)/python -m benchmarks.decode_step
 	$(BIN)/python -m benchmarks.host_step
 	$(BIN)/python -m benchmarks.memory
+
+coverage: $(VENV)/.coverage ## the table of models in docs/coverage.md (half an hour)
+	$(BIN)/python -m benchmarks.coverage
 
 clean: ## everything that make made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_pages.png

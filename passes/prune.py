@@ -6,6 +6,7 @@ FX's own dead-code elimination must not run on a graph from Dynamo: it takes cal
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from .heads import moves_heads
@@ -14,10 +15,11 @@ from .tensors import is_call
 __all__ = ["prune"]
 
 _QUERIES = ("numel", "size", "dim", "stride", "element_size", "is_contiguous")
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def prune(graph: Graph) -> int:
-    """Erase unused size queries and unused operations between caches and attention; returns how many."""
+    """Erase unused size queries, arithmetic on sizes, and operations between caches and attention; returns how many."""
     erased = 0
     for node in reversed(graph.nodes):
         if not node.users and _is_pure(node):
@@ -27,4 +29,12 @@ def prune(graph: Graph) -> int:
 
 
 def _is_pure(node: Node) -> bool:
-    return is_call(node, (getattr,), _QUERIES) or moves_heads(node)
+    return is_call(node, (getattr,), _QUERIES) or moves_heads(node) or _is_size_arithmetic(node)
+
+
+def _is_size_arithmetic(node: Node) -> bool:
+    """Whether `node` computes a number from numbers only. Its conditions, if any, are guards already."""
+    if node.op != "call_function" or not isinstance(node.meta.get("example_value"), _NUMBERS):
+        return False
+    values = [source.meta.get("example_value") for source in node.all_input_nodes]
+    return bool(values) and all(isinstance(value, _NUMBERS) for value in values)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import paged_inductor
-from paged_inductor import PagedTensor
+from paged_inductor import PagedTensor, reports
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
@@ -213,3 +213,25 @@ def test_two_caches_whose_batches_part() -> None:
             for ours, theirs in zip(compiled(x, y), step(x, y)):
                 ours = ours.dense() if isinstance(ours, PagedTensor) else ours
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def size_of_the_extended_cache(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """Whether a cache is empty, asked before and after: Dynamo adds to the old size to know the new one."""
+    if past is not None and past[0].numel() == 0:
+        past = None
+    k, v = append(past, x * 0.5, x * 2)
+    if k.numel() == 0:
+        return x, (k, v)
+    return attend(x, k, v), (k, v)
+
+
+def test_arithmetic_on_sizes_reads_no_cache() -> None:
+    paged_inductor.reset()
+    step = torch.compile(
+        size_of_the_extended_cache, backend="paged_inductor", options={"inner": "eager", "label": "size"}
+    )
+    past = None
+    for length in (5, 1, 1, 1):
+        _, past = step(torch.randn(2, 3, length, 8), past)
+    sites = [site for report in reports.published("size") for site in report.sites]
+    assert sites and all(site.paged and not site.reason for site in sites), sites
