@@ -20,6 +20,8 @@ def attention(
     causal_offset: int | None = None,
     window: int | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     allocate: Allocator = torch.empty,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over the paged keys of each row; returns [B, H_q, Q, Dv] in q's dtype.
@@ -30,10 +32,15 @@ def attention(
     [B, H_q, Q, kv_len] (bool: True is visible; float: added to the scaled score), virtual padding takes part
     as zero keys and values where the mask admits it. A query that sees nothing gives zeros.
 
+    `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks` [H_q] are logits that
+    join each head's softmax as one more key with no value: they only add exp(sink) to its denominator.
+
     The caller keeps every `seq_lens[b]` within kv_len and the block table within the arenas. `allocate(shape,
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
     """
-    problem = attention_problem(q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask)
+    problem = attention_problem(
+        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask, softcap, sinks
+    )
     checks.launchable(q, INTERPRETED)
     out = allocate(problem.out_shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:

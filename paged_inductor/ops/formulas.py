@@ -78,6 +78,8 @@ def gathered_attention(
     scale: float,
     causal_offset: int | SymInt | None,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention for several queries: pages are gathered once and read by all of them.
 
@@ -89,6 +91,8 @@ def gathered_attention(
     group = heads_q // heads_kv
     key, value = gather(k_arena, plan), gather(v_arena, plan)
     visible = visibility(plan, num_queries, causal_offset, window, mask)
+    if softcap is not None or sinks is not None:
+        return _explicit_attention(q, key, value, visible, scale, softcap, sinks)
     if visible.dtype != torch.bool:
         visible = visible.to(q.dtype)
     if group == 1:
@@ -101,3 +105,28 @@ def gathered_attention(
     packed = q.reshape(batch, heads_kv, group * num_queries, q.shape[3])
     out = F.scaled_dot_product_attention(packed, key.to(q.dtype), value.to(q.dtype), visible, scale=scale)
     return out.reshape(batch, heads_q, num_queries, value.shape[3])
+
+
+def _explicit_attention(
+    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """What SDPA has no words for: scores that are capped, sinks that share the softmax. Float32 arithmetic."""
+    batch, heads_q, num_queries, _ = q.shape
+    packed = (batch, key.shape[1], heads_q // key.shape[1] * num_queries)
+    scores = q.reshape(*packed, q.shape[3]).float() @ key.float().mT * scale
+    scores = scores.view(batch, heads_q, num_queries, key.shape[2])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible, float("-inf")) if visible.dtype == torch.bool else scores + visible
+    top = scores.amax(-1, keepdim=True)
+    logits = None if sinks is None else sinks.float()[:, None, None]  # [H_q, 1, 1]
+    if logits is not None:
+        top = torch.maximum(top, logits)
+    top = top.clamp_min(torch.finfo(torch.float32).min)  # a query that sees nothing: exp(-inf - top) is 0
+    weights = (scores - top).exp()
+    norm = weights.sum(-1, keepdim=True)
+    if logits is not None:
+        norm = norm + (logits - top).exp()
+    out = weights.view(*packed, key.shape[2]) @ value.float()
+    out = out.view(batch, heads_q, num_queries, value.shape[3]) / torch.where(norm > 0, norm, 1.0)
+    return out.to(q.dtype)

@@ -58,7 +58,15 @@ def random_pages(
     return Pages(k, v, table, torch.tensor(lengths, dtype=torch.int32), max(lengths), block_size)
 
 
-def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal_offset: int | None = None) -> Tensor:
+def reference(
+    pages: Pages,
+    q: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal_offset: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention in float64, row by row and key by key, written independently of the package."""
     batch, heads_q, queries, _ = q.shape
     group = heads_q // pages.k_arena.shape[1]
@@ -73,6 +81,7 @@ def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal
         key, value = (torch.cat([torch.zeros(x.shape[0], start, x.shape[2]).double(), x], 1) for x in (key, value))
         for h in range(heads_q):
             scores = q[b, h].double() @ key[h // group].T * scale  # [Q, S]
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             position = torch.arange(pages.kv_len)
             visible = (position >= start).expand_as(scores)
             if mask is not None:
@@ -82,6 +91,8 @@ def reference(pages: Pages, q: Tensor, mask: Tensor | None, scale: float, causal
             if causal_offset is not None:
                 visible = visible & (position <= torch.arange(queries)[:, None] + causal_offset)
             scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].double().expand(queries, 1)], -1)
             weights = torch.nan_to_num(torch.softmax(scores, -1))
-            out[b, h] = weights @ value[h // group]
+            out[b, h] = weights[:, : pages.kv_len] @ value[h // group]
     return out
