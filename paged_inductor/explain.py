@@ -18,7 +18,7 @@ from .patch import PagedForward, is_paged
 
 __all__ = ["Explanation", "explain"]
 
-_COLUMNS = ("graph", "site", "layout", "cache", "mask", "paged", "bytes/token", "why")
+_COLUMNS = ("graph", "site", "layout", "cache", "attention", "mask", "paged", "bytes/token", "why")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Explanation:
 
 def _cells(site: SiteReport) -> tuple[str, ...]:
     paged = "yes" if site.paged else "no"
-    return (site.site, site.layout, site.form, site.mask, paged, str(site.bytes_per_token or ""), site.reason)
+    return (site.site, site.layout, site.form, site.attention, site.mask, paged, str(site.bytes_per_token or ""), site.reason)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from .attention import LinkAttention, MatchAttention, ProveMasks
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, PagedInput, Pass, PassResult
+from .by_hand import NormalizeAttention
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
 from .linear import RewriteSingleRowLinears
@@ -42,6 +43,7 @@ def pipeline(
         MatchCreates(),
         GroupCaches(),
         LinkAttention(),
+        NormalizeAttention(),
         ProveMasks(),
         Rewrite(fake_mode, block_size, arena_strides),
         *([RewriteSingleRowLinears()] if single_row_linears else []),

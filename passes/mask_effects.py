@@ -8,7 +8,7 @@ come from the operators' schemas; whatever has none is assumed to write to all t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,14 @@ class Writers:
         """A node that may change the value of one of `nodes`, if there is any."""
         groups = {self._find(n) for n in nodes}
         return next((writer for writer, target in self._writers if self._find(target) in groups), None)
+
+    def between(self, nodes: Iterable[Node], first: Node, last: Node, ignored: Set[Node]) -> Node | None:
+        """As `of`, among the nodes after `first` and before `last` that are not `ignored`."""
+        groups = {self._find(n) for n in nodes}
+        for writer, target in self._writers:
+            if self._find(target) in groups and writer not in ignored and first < writer < last:
+                return writer
+        return None
 
 
 def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:

@@ -70,7 +70,7 @@ class Rewrite(Pass):
         device = lead.node.meta["example_value"].device
         batch = lead.size("B")
         decodes = any(
-            attention.key in group.sites and attention.paged and hint(shape(attention.query)[2]) == 1
+            attention.key in group.sites and attention.paged and hint(attention.num_queries) == 1
             for attention in state.attentions
         )
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
@@ -141,7 +141,11 @@ class Rewrite(Pass):
             options: dict[str, object] = {
                 "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
             }
-            one_query = hint(shape(query)[2]) == 1
+            one_query = hint(attention.num_queries) == 1
+            if attention.softcap is not None:
+                options["softcap"] = attention.softcap
+            if attention.sinks is not None:
+                options["sinks"] = attention.sinks
             if mask.causal_offset is not None and not (mask.tensor is not None and one_query):  # the tensor says it
                 options["causal_offset"] = size_node(graph, mask.causal_offset)
             if mask.window is not None and "causal_offset" in options:

@@ -63,7 +63,7 @@ DECODE = [
     Case("mqa_d256", q_len=1, head_dim=256, group=8),
     Case("mla_like_d192_dv128", q_len=1, head_dim=192, v_head_dim=128, group=1, block_size=64),
     Case("fp32_d128", q_len=1, head_dim=128, group=4, dtype=torch.float32),
-    Case("gqa_d64_sinks", q_len=1, head_dim=64, group=8, window=128, sinks=True),
+    Case("gqa_d64_sinks", q_len=1, head_dim=64, group=8, window=1024, sinks=True),
     Case("gqa_d256_softcap", q_len=1, head_dim=256, group=2, softcap=50.0),
 ]
 PREFILL = [
