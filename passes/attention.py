@@ -11,7 +11,7 @@ from .by_hand import check
 from .hand_written import HandWritten, follow_scores
 from .heads import MERGED, Heads, trace_heads
 from .mask_effects import Writers
-from .masks import prove_mask
+from .masks import MaskSpec, prove_mask
 from .products import Product
 from .tensors import argument, expr, hint, is_call, is_tensor, same_size, shape
 
@@ -162,13 +162,15 @@ class ProveMasks(Pass):
 
     def apply(self, state: GraphState) -> int:
         proven = 0
+        known: dict[tuple[object, ...], MaskSpec] = {}  # layers share their masks
         for attention in state.attentions:
             if not attention.paged or attention.key is None or attention.key.kind == "create":
                 continue
-            kv_len = attention.key.size("S")
-            attention.mask = prove_mask(
-                attention.mask_node, attention.is_causal, attention.num_queries, kv_len, _equal_lengths(state)
-            )
+            sizes = attention.num_queries, attention.key.size("S")
+            key = (attention.mask_node, attention.is_causal, *map(expr, sizes))
+            if key not in known:
+                known[key] = prove_mask(attention.mask_node, attention.is_causal, *sizes, _equal_lengths(state))
+            attention.mask = known[key]
             proven += attention.mask.tensor is None
         return proven
 

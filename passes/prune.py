@@ -6,6 +6,7 @@ FX's own dead-code elimination must not run on a graph from Dynamo: it takes cal
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from .heads import moves_heads
@@ -17,7 +18,7 @@ _QUERIES = ("numel", "size", "dim", "stride", "element_size", "is_contiguous")
 
 
 def prune(graph: Graph) -> int:
-    """Erase unused size queries and unused operations between caches and attention; returns how many."""
+    """Erase unused size queries, arithmetic on sizes, and unused operations between caches and attention; returns how many."""
     erased = 0
     for node in reversed(graph.nodes):
         if not node.users and _is_pure(node):
@@ -27,4 +28,10 @@ def prune(graph: Graph) -> int:
 
 
 def _is_pure(node: Node) -> bool:
-    return is_call(node, (getattr,), _QUERIES) or moves_heads(node)
+    return is_call(node, (getattr,), _QUERIES) or moves_heads(node) or _is_size_arithmetic(node)
+
+
+def _is_size_arithmetic(node: Node) -> bool:
+    value, module = node.meta.get("example_value"), getattr(node.target, "__module__", None)
+    numbers = isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return node.op == "call_function" and numbers and (module == "_operator" or node.target is torch.sym_sum)

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
-from .mask_effects import written
+from .mask_effects import Writers
 from .prune import prune
 from .symbols import fake_like, fresh_size, size_node
 from .tensors import argument, hint, shape
@@ -36,6 +36,7 @@ class Rewrite(Pass):
 
     def apply(self, state: GraphState) -> int:
         graph = state.gm.graph
+        self._writers = Writers(graph)  # what is inserted from here on writes to arenas only
         plans: dict[int, Node] = {}
         arenas: dict[int, Node] = {}
         for g, group in enumerate(state.groups):
@@ -128,7 +129,7 @@ class Rewrite(Pass):
         known = self._masks.get((mask, plan))
         if known is None:
             known = graph.call_function(ops.plan_mask, (mask, plan))
-            if not written(graph, [mask]):  # else it may change between two layers
+            if not self._writers.of([mask]):  # else it may change between two layers
                 self._masks[mask, plan] = known
         return known
 
