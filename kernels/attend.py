@@ -7,7 +7,7 @@ virtual padding is the row positions below zero; without one it is never visited
 import triton
 import triton.language as tl
 
-from .common import dot, exponential, finite_max, load_block_ids, load_checked
+from .common import dot, exponential, finite_max, load_block_ids, load_checked, tanh, to_exponent_base
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def attend_tiles(
     row_start,
     window,
     score_scale,
+    softcap,
     k_arena_block_stride,
     k_arena_slot_stride,
     v_arena_block_stride,
@@ -44,6 +45,7 @@ def attend_tiles(
     HAS_WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     CHECK_KEYS: tl.constexpr,
 ):
     """Fold the row positions [tile_begin, tile_end) into an online softmax.
@@ -65,6 +67,8 @@ def attend_tiles(
         # [TILE_D, TILE_N]
         k = load_checked(k_ptrs + k_offs[None, :], in_pages[None, :], d_mask, CHECK_KEYS, CHECK_D)
         scores = dot(q, k) * score_scale  # [TILE_M, TILE_N]
+        if HAS_SOFTCAP:
+            scores = tanh(scores) * softcap
 
         if CHECK_KEYS:
             visible = in_range[None, :]
@@ -123,6 +127,8 @@ def attend_packed(
     seq_lens_ptr,
     kv_len,
     score_scale,
+    softcap,
+    sinks_ptr,
     causal_offset,
     window,
     packed_rows,
@@ -143,6 +149,8 @@ def attend_packed(
     HAS_WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """One split of the attention of the packed rows [first_row, first_row + TILE_M) of one KV head.
 
@@ -207,6 +215,11 @@ def attend_packed(
     acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
     row_sum = tl.zeros([TILE_M], dtype=tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
+    if HAS_SINKS:  # a key of weight exp(sink) and no value, which the first split has seen
+        sinks = tl.load(sinks_ptr + heads, mask=rows < packed_rows, other=0.0).to(tl.float32)  # [TILE_M]
+        has_sink = (row_sum + split) == 0.0
+        row_max = tl.where(has_sink, to_exponent_base(sinks, HAS_BIAS), row_max)
+        row_sum = tl.where(has_sink, 1.0, row_sum)
     # phases: window edge, inner, causal or ragged edge
     for phase in tl.static_range(3):
         if phase == 0:
@@ -235,6 +248,7 @@ def attend_packed(
                 row_start,
                 window,
                 score_scale,
+                softcap,
                 k_arena_block_stride,
                 k_arena_slot_stride,
                 v_arena_block_stride,
@@ -249,6 +263,7 @@ def attend_packed(
                 HAS_WINDOW=HAS_WINDOW,
                 HAS_MASK=HAS_MASK,
                 HAS_BIAS=HAS_BIAS,
+                HAS_SOFTCAP=HAS_SOFTCAP,
                 CHECK_KEYS=phase != 1,
             )
 

@@ -3,6 +3,8 @@
 Nothing here reads device memory: the values in `block_table` and `seq_lens` are the caller's obligation.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,15 @@ def integer(name: str, value: object, low: int, high: int) -> int:
     if not low <= value <= high:
         raise KernelInputError(f"{name} is {value}; allowed: {low} to {high}; pass a value in that range")
     return value
+
+
+def positive(name: str, value: object) -> float:
+    """Return `value` as a finite float above zero, or raise."""
+    if not isinstance(value, (int, float)):
+        raise KernelTypeError(f"{name} is a {type(value).__name__}; pass a float (call .item() on a tensor)")
+    if not 0 < value < math.inf:
+        raise KernelInputError(f"{name} is {value}; allowed: finite and above 0; leave it out for none")
+    return float(value)
 
 
 def same(what: str, got_name: str, got: object, want_name: str, want: object) -> None:
@@ -104,6 +115,16 @@ def launchable(value: Tensor, interpreted: bool) -> None:
         f"the tensors are on {value.device}; allowed: a CUDA or ROCm device; move them there, call the twin "
         "in kernels.reference, or set TRITON_INTERPRET=1 before importing triton"
     )
+
+
+def sinks(value: object, q: Tensor) -> Tensor:
+    """Check the sink logits [H_q] of the queries `q`."""
+    checked = tensor("sinks", value, 1, FLOAT_DTYPES)
+    same("device", "sinks", checked.device, "q", q.device)
+    same("head count", "sinks", checked.shape[0], "q", q.shape[1])
+    if not checked.is_contiguous():
+        raise KernelInputError(f"sinks has stride {checked.stride(0)}; allowed: 1; call .contiguous() on it")
+    return checked
 
 
 def copy(target: Tensor, src_ids: object, dst_ids: object) -> None:

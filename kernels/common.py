@@ -1,5 +1,7 @@
 """Device helpers shared by the kernels: loads through the block table, products, exponentials."""
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,7 @@ from .launch import INTERPRETED
 
 # The interpreter keeps bfloat16 as raw bits and would multiply those; a float32 product is the same, exactly.
 DOT_IN_FLOAT32 = tl.constexpr(INTERPRETED)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -50,6 +53,22 @@ def dot(a, b):
 def exponential(x, HAS_BIAS: tl.constexpr):
     """Base 2, or base e with a bias: log2(e) times a bias of finfo.min would overflow to -inf."""
     return tl.exp(x) if HAS_BIAS else tl.exp2(x)
+
+
+@triton.jit
+def to_exponent_base(x, HAS_BIAS: tl.constexpr):
+    """A score in the base that `exponential` raises."""
+    return x if HAS_BIAS else x * LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent: a series near zero, where the quotient would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
+    decay = tl.exp(-2.0 * tl.abs(x))
+    quotient = (1.0 - decay) / (1.0 + decay)
+    return tl.where(square < 0.01, series, tl.where(x < 0.0, -quotient, quotient))
 
 
 @triton.jit

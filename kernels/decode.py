@@ -43,6 +43,8 @@ def decode_kernel(
     seq_lens_ptr,
     kv_len,
     score_scale,
+    softcap,
+    sinks_ptr,
     causal_offset,
     window,
     packed_rows,
@@ -62,6 +64,8 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
     num_tiles = tl.cdiv(packed_rows, TILE_M)
@@ -97,6 +101,8 @@ def decode_kernel(
         seq_lens_ptr,
         kv_len,
         score_scale,
+        softcap,
+        sinks_ptr,
         causal_offset,
         window,
         packed_rows,
@@ -117,6 +123,8 @@ def decode_kernel(
         HAS_WINDOW,
         HAS_MASK,
         HAS_BIAS,
+        HAS_SOFTCAP,
+        HAS_SINKS,
     )
     rows = first_row + tl.arange(0, TILE_M)  # [TILE_M]
     row_mask = rows < packed_rows

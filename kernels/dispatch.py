@@ -20,6 +20,8 @@ def attention(
     causal_offset: int | None = None,
     window: int | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     allocate: Allocator = torch.empty,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over the paged keys of each row; returns [B, H_q, Q, Dv] in q's dtype.
@@ -31,10 +33,15 @@ def attention(
     as zero keys and values where the mask admits it. A query that sees nothing gives zeros. Of a row with more
     tokens than kv_len, the first are hidden: only logical keys from 0 on are seen.
 
+    `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks` [H_q] are logits that
+    join each head's softmax as one more key with no value: they only add exp(sink) to its denominator.
+
     The caller keeps the block table within the arenas. `allocate(shape,
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
     """
-    problem = attention_problem(q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask)
+    problem = attention_problem(
+        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask, softcap, sinks
+    )
     checks.launchable(q, INTERPRETED)
     out = allocate(problem.out_shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:

@@ -41,6 +41,8 @@ def prefill_kernel(
     seq_lens_ptr,
     kv_len,
     score_scale,
+    softcap,
+    sinks_ptr,
     causal_offset,
     window,
     packed_rows,
@@ -62,6 +64,8 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     num_tiles = tl.cdiv(packed_rows, TILE_M)
     pid = tl.program_id(0)
@@ -96,6 +100,8 @@ def prefill_kernel(
         seq_lens_ptr,
         kv_len,
         score_scale,
+        softcap,
+        sinks_ptr,
         causal_offset,
         window,
         packed_rows,
@@ -116,6 +122,8 @@ def prefill_kernel(
         HAS_WINDOW,
         HAS_MASK,
         HAS_BIAS,
+        HAS_SOFTCAP,
+        HAS_SINKS,
     )
     rows = first_row + tl.arange(0, TILE_M)  # [TILE_M]
     dv_offs = tl.arange(0, TILE_DV)  # [TILE_DV]

@@ -32,6 +32,8 @@ class AttentionProblem:
     causal_offset: int | None
     window: int | None
     mask: Tensor | None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -92,17 +94,21 @@ class AttentionProblem:
             self.window is not None,
             self.mask is not None,
             self.has_bias,
+            self.softcap is not None,
         )
 
     def kernel_arguments(self) -> dict[str, object]:
         """Arguments that the decode and the prefill kernel share, by parameter name."""
+        base = 1.0 if self.has_bias else LOG2E
         arguments: dict[str, object] = {
             "block_table_ptr": self.block_table,
             "table_batch_stride": self.block_table.stride(0),
             "table_block_stride": self.block_table.stride(1),
             "seq_lens_ptr": self.seq_lens,
             "kv_len": self.kv_len,
-            "score_scale": self.scale if self.has_bias else self.scale * LOG2E,
+            "score_scale": self.scale / self.softcap if self.softcap else self.scale * base,
+            "softcap": (self.softcap or 0.0) * base,
+            "sinks_ptr": self.sinks,
             "causal_offset": self.causal_offset or 0,
             "window": self.window or 0,
             "num_kv_heads": self.num_kv_heads,
@@ -117,6 +123,8 @@ class AttentionProblem:
             "HAS_WINDOW": self.window is not None,
             "HAS_MASK": self.mask is not None,
             "HAS_BIAS": self.has_bias,
+            "HAS_SOFTCAP": self.softcap is not None,
+            "HAS_SINKS": self.sinks is not None,
         }
         arguments |= pointer("q", self.q, ("batch", "head", "query", "dim"))
         arguments |= pointer("k_arena", self.k_arena, ("block", "head", "slot", "dim"))
@@ -143,6 +151,8 @@ def attention_problem(
     causal_offset: int | None,
     window: int | None,
     mask: Tensor | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionProblem:
     """Check every argument of an attention call; raises KernelInputError or KernelTypeError."""
     checks.arena("k_arena", k_arena)
@@ -165,8 +175,12 @@ def attention_problem(
     causal_offset, window = _visible_limits(causal_offset, window, q.shape[2], kv_len)
     if mask is not None:
         mask = _expand_mask(mask, q, kv_len)
+    if softcap is not None:
+        softcap = checks.positive("softcap", softcap)
+    if sinks is not None:
+        checks.sinks(sinks, q)
     return AttentionProblem(
-        q, k_arena, v_arena, block_table, seq_lens, kv_len, float(scale), causal_offset, window, mask
+        q, k_arena, v_arena, block_table, seq_lens, kv_len, float(scale), causal_offset, window, mask, softcap, sinks
     )
 
 

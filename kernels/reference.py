@@ -23,23 +23,33 @@ def attention(
     causal_offset: int | None = None,
     window: int | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Twin of `kernels.attention`."""
-    problem = attention_problem(q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask)
+    problem = attention_problem(
+        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask, softcap, sinks
+    )
     batch, num_heads, q_len, _ = problem.out_shape
     packed = (batch, problem.num_kv_heads, problem.packed_rows)
     k = _gather(k_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, D]
     v = _gather(v_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, Dv]
     rows = q.reshape(*packed, problem.head_dim).to(compute_dtype)  # [B, H_kv, GROUP * Q, D]
     scores = (rows @ k.mT).mul_(scale).view(batch, num_heads, q_len, kv_len)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if problem.mask is not None and problem.has_bias:
         scores += problem.mask
     visible = _visible(problem)
     if visible is not None:
         scores.masked_fill_(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(compute_dtype)[:, None, None].expand(batch, num_heads, q_len, 1)
+        scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1).nan_to_num_(0.0)  # a query that sees nothing has no finite score
-    return (weights.view(*packed, kv_len) @ v).view(problem.out_shape).to(q.dtype)
+    weights = weights[..., :kv_len]
+    return (weights.reshape(*packed, kv_len) @ v).view(problem.out_shape).to(q.dtype)
 
 
 def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:

@@ -18,7 +18,7 @@ from .patch import PagedForward, is_paged
 
 __all__ = ["Explanation", "explain"]
 
-_COLUMNS = ("graph", "site", "layout", "cache", "mask", "paged", "bytes/token", "why")
+_COLUMNS = ("graph", "site", "layout", "cache", "attention", "mask", "paged", "bytes/token", "why")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Explanation:
         rows: list[Sequence[str]] = [_COLUMNS]
         for number, graph in enumerate(self.graphs, 1):
             if graph.note:
-                rows.append((str(number), "(whole graph)", "", "", "", "no", "", graph.note))
+                rows.append((str(number), "(whole graph)", "", "", "", "", "no", "", graph.note))
             rows += [(str(number), *_cells(site)) for site in graph.sites]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -53,7 +53,16 @@ class Explanation:
 
 def _cells(site: SiteReport) -> tuple[str, ...]:
     paged = "yes" if site.paged else "no"
-    return (site.site, site.layout, site.form, site.mask, paged, str(site.bytes_per_token or ""), site.reason)
+    return (
+        site.site,
+        site.layout,
+        site.form,
+        site.attention,
+        site.mask,
+        paged,
+        str(site.bytes_per_token or ""),
+        site.reason,
+    )
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -21,6 +21,7 @@ from .base import (
     PassResult,
     Start,
 )
+from .by_hand import NormalizeAttention
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
 from .linear import RewriteSingleRowLinears
@@ -60,6 +61,7 @@ def pipeline(
         MatchCreates(),
         GroupCaches(),
         LinkAttention(),
+        NormalizeAttention(),
         ProveMasks(),
         ChooseAdoption(),
         Rewrite(fake_mode, block_size, arena_strides),

@@ -1,4 +1,4 @@
-"""Match attention: SDPA calls, and the caches that their K and V come from."""
+"""Match attention, however it is spelled, and the caches that its K and V come from."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from .base import AttentionSite, CacheSite, GraphState, Pass
+from .by_hand import check
 from .caches import kept_outputs
-from .heads import Heads, trace_heads
-from .masks import prove_mask
+from .hand_written import HandWritten, follow_scores
+from .heads import MERGED, Heads, trace_heads
+from .mask_effects import Writers
+from .masks import MaskSpec, prove_mask
+from .products import Product
 from .tensors import argument, expr, hint, is_call, is_tensor, same_size, shape
 
 __all__ = ["LinkAttention", "MatchAttention", "ProveMasks"]
@@ -18,19 +22,23 @@ SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attentio
 
 
 class MatchAttention(Pass):
-    """Find every SDPA call, and trace its K and V back to paged inputs or to tensors that the graph returns."""
+    """Find every SDPA call and every attention written by hand, and trace its K and V back to paged inputs or to
+    tensors that the graph returns."""
 
     def apply(self, state: GraphState) -> int:
-        returned = set(kept_outputs(state))
-        axes = {node: site.axes for site in state.sites for node in site.nodes}
+        self._returned = set(kept_outputs(state))
+        self._axes = {node: site.axes for site in state.sites for node in site.nodes}
+        self._writers = Writers(state.gm.graph)
         for node in state.gm.graph.nodes:
             if is_call(node, SDPA):
-                state.attentions.append(self._match(node, axes, returned))
+                state.attentions.append(self._match(node))
+            elif found := follow_scores(node, lambda product: not isinstance(self._key(product), str)):
+                state.attentions.append(self._match_by_hand(found))
         return len(state.attentions)
 
-    def _match(self, node: Node, axes: dict[Node, str], returned: set[Node]) -> AttentionSite:
+    def _match(self, node: Node) -> AttentionSite:
         query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-        site = AttentionSite(node, query)
+        site = AttentionSite(node, query, shape(query)[2] if is_tensor(query) and len(shape(query)) > 2 else 1)
         site.mask_node = argument(node, 3, "attn_mask")
         site.is_causal = bool(argument(node, 5, "is_causal", False))
         site.scale = node.kwargs.get("scale")  # type: ignore[assignment]
@@ -39,12 +47,45 @@ class MatchAttention(Pass):
             return site
         traced = []
         for operand in (key, value):
-            result = self._trace(operand, axes, returned, hint(shape(query)[1]), bool(node.kwargs.get("enable_gqa")))
+            result = self._trace(operand, list("BHSD"))
             if isinstance(result, str):
                 site.reason = result
                 return site
-            traced.append(result)
+            cache, heads = result
+            site.reason = _mismatch(heads, cache, hint(shape(query)[1]), bool(node.kwargs.get("enable_gqa")))
+            site.reason = site.reason or heads.converted
+            if not site.reason and heads.scale != 1:
+                site.reason = f"{cache[0].name} is scaled between cache and attention"
+            if site.reason:
+                return site
+            traced.append(cache)
         site.candidates = (traced[0], traced[1])
+        return site
+
+    def _key(self, product: Product) -> tuple[tuple[Node, str], Heads] | str:
+        return self._trace(product.right, product.right_axes("D", "S"))
+
+    def _match_by_hand(self, found: HandWritten) -> AttentionSite:
+        product = found.scores.product
+        site = AttentionSite(found.output.node, product.left, shape(product.node)[-2], found.summary, found)
+        key, value = self._key(product), self._trace(found.output.right, found.output.right_axes("S", "D"))
+        site.reason = found.fault or next((x for x in (key, value) if isinstance(x, str)), "")
+        if site.reason:
+            return site
+        (cache, key_heads), (values, value_heads) = key, value  # type: ignore[misc]
+        total = _heads(cache) * key_heads.repeats
+        site.num_heads = next(iter(found.scores.heads), total)
+        site.key_scale = key_heads.scale
+        grouped = product.lead == 3
+        site.reason = (
+            _mismatch(key_heads, cache, site.num_heads, grouped)
+            or _mismatch(value_heads, values, site.num_heads, grouped)
+            or value_heads.converted
+            or (f"{values[0].name} is scaled between cache and attention" if value_heads.scale != 1 else "")
+            or check(found, cache, site.num_heads, bool(key_heads.converted), self._writers)
+        )
+        if not site.reason:
+            site.candidates = (cache, values)
         return site
 
     @staticmethod
@@ -57,32 +98,32 @@ class MatchAttention(Pass):
             return "query and key differ in batch size"
         return ""
 
-    @staticmethod
-    def _trace(
-        operand: Node, axes: dict[Node, str], returned: set[Node], heads_q: int, enable_gqa: bool
-    ) -> tuple[Node, str] | str:
-        """The cache that an operand is, and the cache's axes; or why it is none."""
+    def _trace(self, operand: Node, wanted: list[str]) -> tuple[tuple[Node, str], Heads] | str:
+        """The cache that an operand with the `wanted` dimensions is, with the cache's axes; or why it is none."""
         reason = ""
         for layout in ("BHSD", "BSHD"):
             found = trace_heads(
-                operand, lambda n: n in axes or n in returned, lambda n, layout=layout: axes.get(n, layout)
+                operand,
+                lambda n: n in self._axes or n in self._returned,
+                lambda n, layout=layout: self._axes.get(n, layout),
             )
             if isinstance(found, str):
                 reason = reason or found
                 continue
             node, heads = found
-            fault = _fault(node, heads, axes.get(node, layout), heads_q, enable_gqa)
-            if not fault:
-                return node, axes.get(node, layout)
-            reason = reason or fault
+            if len(shape(node)) == 4 and [axis.replace(MERGED, "H") for axis in heads.axes] == wanted:
+                return (node, self._axes.get(node, layout)), heads
+            reason = reason or f"the dimensions {heads.axes} of its operands are not [{', '.join(wanted)}]"
         return reason
 
 
-def _fault(node: Node, heads: Heads, axes: str, heads_q: int, enable_gqa: bool) -> str:
-    """Why a traced path is not [B, heads, S, D] with grouped heads, or ''."""
-    if len(heads.axes) != 4 or [axis[0] for axis in heads.axes] != list("BHSD") or len(shape(node)) != 4:
-        return f"the dimensions {heads.axes} of its operands are not [B, H, S, D]"
-    cached = hint(shape(node)[axes.index("H")]) * heads.repeats
+def _heads(cache: tuple[Node, str]) -> int:
+    return hint(shape(cache[0])[cache[1].index("H")])
+
+
+def _mismatch(heads: Heads, cache: tuple[Node, str], heads_q: int, enable_gqa: bool) -> str:
+    """Why a cache whose heads were repeated does not serve `heads_q` query heads, or ''."""
+    cached = _heads(cache) * heads.repeats
     if cached not in (heads_q, 1) and not (enable_gqa and heads_q % cached == 0):  # one head broadcasts
         return f"{cached} key heads do not match {heads_q} query heads"
     return ""
@@ -122,16 +163,15 @@ class ProveMasks(Pass):
 
     def apply(self, state: GraphState) -> int:
         proven = 0
+        known: dict[tuple[object, ...], MaskSpec] = {}  # layers share their masks
         for attention in state.attentions:
             if not attention.paged or attention.key is None or attention.key.kind == "create":
                 continue
-            attention.mask = prove_mask(
-                attention.mask_node,
-                attention.is_causal,
-                shape(attention.query)[2],
-                attention.kv_len,
-                _equal_lengths(state),
-            )
+            sizes = attention.num_queries, attention.kv_len
+            key = (attention.mask_node, attention.is_causal, *map(expr, sizes))
+            if key not in known:
+                known[key] = prove_mask(attention.mask_node, attention.is_causal, *sizes, _equal_lengths(state))
+            attention.mask = known[key]
             proven += attention.mask.tensor is None
         return proven
 

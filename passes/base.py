@@ -11,6 +11,7 @@ import torch
 from torch import SymInt
 from torch.fx import GraphModule, Node
 
+from .hand_written import HandWritten
 from .masks import MaskSpec
 
 __all__ = [
@@ -149,15 +150,24 @@ class AttentionSite:
     """An attention of the graph. `paged` once it is certain to read pages; else `reason` says why not.
 
     `key` and `value` are the cache sites it reads, if K and V are caches; `candidates` are (node, axes) of K and of V,
-    traced back through head repetition and transposition; `scale` is None for the default 1/sqrt(D).
+    traced back through head repetition and transposition; `scale` is None for the default 1/sqrt(D); `form` is how the
+    attention is spelled, for people. Those spelled `by_hand` are one node only once `NormalizeAttention` has made them
+    one: `query`, the scale and the mask have their meaning from then on.
     """
 
     node: Node
     query: Node
+    num_queries: int | SymInt
+    form: str = "sdpa"
+    by_hand: HandWritten | None = None
+    num_heads: int = 0
+    key_scale: float = 1.0
     key: CacheSite | None = None
     value: CacheSite | None = None
     candidates: tuple[tuple[Node, str], tuple[Node, str]] | None = None
     scale: float | None = None
+    softcap: float | None = None
+    sinks: Node | None = None
     is_causal: bool = False
     mask_node: Node | None = None
     mask: MaskSpec | None = None

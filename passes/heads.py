@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch.fx import Node
 
 from .tensors import argument, hint, is_call, same_size, shape
 
-__all__ = ["Heads", "moves_heads", "trace_heads"]
+__all__ = ["MERGED", "Heads", "moves_heads", "trace_heads"]
 
 REPEAT = "R"  # the broadcast axis that repeating KV heads passes through
 MERGED = "HR"  # KV heads times repeats, each KV head's copies next to each other
+MERGES = (MERGED, "BH", "BHR")  # what may become one dimension
+LONGEST_PATH = 50  # of nodes between a cache and its attention
+
+_MUL = (operator.mul, torch.mul, torch.multiply)
+_DIV = (operator.truediv, torch.div, torch.divide, torch.true_divide)
 
 
 class Heads:
-    """How the dimensions of an attention's K or V came from a cache: `axes` by dimension, and the repeats."""
+    """How the dimensions of an attention's K or V came from a cache.
+
+    axes: by dimension; "HR" are repeated heads, "BH" and "BHR" heads merged with the batch. repeats: of each head. scale:
+    what the values were multiplied with. converted: which node made a wider float of them, for people ("" if none did).
+    """
 
     def __init__(self, axes: str) -> None:
         self.axes: list[str] = list(axes)
         self.repeats = 1
+        self.scale = 1.0
+        self.converted = ""
 
 
 def trace_heads(
@@ -29,12 +41,14 @@ def trace_heads(
 ) -> tuple[Node, Heads] | str:
     """Follow `node` back to a cache; returns the cache's node and the path's meaning, or why there is none.
 
-    Only operations that move or repeat whole heads are followed; the values along the path are the cache's.
+    Only operations that move or repeat whole heads are followed, and those that scale or widen all of their values.
     """
     path: list[Node] = []
     while not is_site(node):
         if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
             return f"{node.name} does not come from a cache"
+        if len(path) == LONGEST_PATH:
+            return f"{path[0].name} does not come from a cache"
         path.append(node)
         node = node.args[0]
     heads = Heads(site_axes(node))
@@ -65,8 +79,28 @@ def _no_change(node: Node, heads: Heads) -> str:
 def _convert(node: Node, heads: Heads) -> str:
     source = node.args[0]
     before, after = source.meta["example_value"], node.meta["example_value"]  # type: ignore[union-attr]
-    if before.dtype != after.dtype or before.device != after.device:
-        return f"{node.name} converts the cache to {after.dtype} on {after.device}"
+    if before.dtype == after.dtype and before.device == after.device:
+        return ""
+    text = f"{node.name} converts the cache to {after.dtype} on {after.device}"
+    if before.device != after.device or torch.promote_types(before.dtype, after.dtype) != after.dtype:
+        return text
+    heads.converted = text
+    return ""
+
+
+def _scale(node: Node, heads: Heads) -> str:
+    factor = float(node.args[1])  # type: ignore[arg-type]
+    heads.scale *= factor if is_call(node, _MUL, ("mul", "multiply")) else 1 / factor
+    return ""
+
+
+def _is_scaled(node: Node) -> bool:
+    number = len(node.args) == 2 and isinstance(node.args[1], int | float) and node.args[1] != 0 and not node.kwargs
+    return number and is_call(node, (*_MUL, *_DIV), ("mul", "multiply", "div", "divide"))
+
+
+def _turn(node: Node, heads: Heads) -> str:
+    heads.axes[-2], heads.axes[-1] = heads.axes[-1], heads.axes[-2]
     return ""
 
 
@@ -122,19 +156,18 @@ def _expand(node: Node, heads: Heads) -> str:
 
 
 def _reshape(node: Node, heads: Heads) -> str:
-    """Only the merge of (KV heads, repeats) into heads is understood, or no change at all."""
+    """Only a merge of heads, with their repeats or with the batch, is understood, or no change at all."""
     before, after = shape(node.args[0]), shape(node)  # type: ignore[arg-type]
-    if len(before) == len(after) and all(same_size(a, b) for a, b in zip(before, after)):
+    count = len(before) - len(after) + 1  # of dimensions that become one
+    for merge in MERGES if count > 1 else ():
+        for at in range(len(after)):
+            sizes = [*before[:at], prod(before[at : at + count]), *before[at + count :]]
+            if "".join(heads.axes[at : at + count]) == merge and all(map(same_size, sizes, after)):
+                heads.axes = [*heads.axes[:at], merge, *heads.axes[at + count :]]
+                return ""
+    if count == 1 and all(same_size(a, b) for a, b in zip(before, after)):
         return ""
-    text = "".join(heads.axes)
-    at = text.find(MERGED)
-    if at < 0 or len(after) != len(before) - 1:
-        return f"{node.name} reshapes the cache in a way that is not a merge of heads"
-    merged = [*before[:at], before[at] * before[at + 1], *before[at + 2 :]]
-    if not all(same_size(a, b) for a, b in zip(merged, after)):
-        return f"{node.name} reshapes the cache in a way that is not a merge of heads"
-    heads.axes = [*heads.axes[:at], MERGED, *heads.axes[at + 2 :]]
-    return ""
+    return f"{node.name} reshapes the cache in a way that is not a merge of heads"
 
 
 def _repeat_interleave(node: Node, heads: Heads) -> str:
@@ -149,6 +182,8 @@ def _repeat_interleave(node: Node, heads: Heads) -> str:
 _RULES: list[tuple[Callable[[Node], bool], Callable[[Node, Heads], str]]] = [
     (lambda n: is_call(n, (torch.clone,), ("contiguous", "clone", "detach")), _no_change),
     (lambda n: is_call(n, (), ("to", "type_as", "float", "half", "bfloat16", "type")), _convert),
+    (_is_scaled, _scale),
+    (lambda n: is_call(n, (getattr,)) and n.args[1] == "mT", _turn),
     (lambda n: is_call(n, (torch.transpose, torch.swapaxes), ("transpose", "swapaxes", "swapdims")), _swap),
     (lambda n: is_call(n, (torch.permute,), ("permute",)), _permute),
     (lambda n: is_call(n, (operator.getitem,)), _index),

@@ -8,7 +8,7 @@ come from the operators' schemas; whatever has none is assumed to write to all t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from typing import Any
 
@@ -51,6 +51,14 @@ class Writers:
     def of(self, nodes: Iterable[Node]) -> Node | None:
         """A node that may change the value of one of `nodes`, if there is any."""
         return next(iter(self.all_of(nodes)), None)
+
+    def between(self, nodes: Iterable[Node], first: Node, last: Node, ignored: Set[Node]) -> Node | None:
+        """As `of`, among the nodes after `first` and before `last` that are not `ignored`."""
+        groups = {self._find(n) for n in nodes}
+        for writer, target in self._writers:
+            if self._find(target) in groups and writer not in ignored and first < writer < last:
+                return writer
+        return None
 
 
 def written(graph: Graph, nodes: Iterable[Node]) -> Node | None:

@@ -16,13 +16,15 @@ class SiteReport:
     """One attention of a graph, or one cache that no attention of it reads.
 
     site: its name. layout: the cache's axes, as "BHSD". form: how the cache comes about ("append by cat", "create by
-    cat", "create by returned", "read by input"). mask: what was proven of the mask. paged: whether K and V live in
+    cat", "create by returned", "read by input"). attention: how it is spelled ("sdpa", "by hand: softcap 50, sinks"), ""
+    for a cache. mask: what was proven of the mask. paged: whether K and V live in
     pages. reason: why not, or what still reads a dense copy of them. bytes_per_token: of its caches.
     """
 
     site: str
     layout: str
     form: str
+    attention: str
     mask: str
     paged: bool
     reason: str
@@ -63,12 +65,13 @@ def _attention_row(attention: AttentionSite) -> SiteReport:
     mask = "as written (dense over the new tokens)" if created else attention.mask.proof if attention.mask else ""
     layout = sites[0].axes if sites else ""
     form = f"{sites[0].kind} by {sites[0].form}" if sites else ""
-    return SiteReport(attention.node.name, layout, form, mask, attention.paged, reason, sum(map(_token_bytes, sites)))
+    size = sum(map(_token_bytes, sites))
+    return SiteReport(attention.node.name, layout, form, attention.form, mask, attention.paged, reason, size)
 
 
 def _cache_row(site: CacheSite) -> SiteReport:
     reason = f"{site.name}: {site.reason}" if site.reason else ""
-    return SiteReport(site.name, site.axes, f"{site.kind} by {site.form}", "", True, reason, _token_bytes(site))
+    return SiteReport(site.name, site.axes, f"{site.kind} by {site.form}", "", "", True, reason, _token_bytes(site))
 
 
 def _token_bytes(site: CacheSite) -> int:

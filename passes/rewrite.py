@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
-from .mask_effects import written
+from .mask_effects import Writers
 from .masks import MaskSpec
 from .prune import prune
 from .static_reads import plan_reads
@@ -40,6 +40,7 @@ class Rewrite(Pass):
 
     def apply(self, state: GraphState) -> int:
         graph = state.gm.graph
+        self._writers = Writers(graph)  # what is inserted from here on writes to arenas only
         plans: dict[int, Node] = {}
         arenas: dict[int, Node] = {}
         for g, group in enumerate(state.groups):
@@ -78,7 +79,7 @@ class Rewrite(Pass):
         device = lead.node.meta["example_value"].device
         batch = lead.size("B")
         decodes = any(
-            attention.key in group.sites and attention.paged and hint(shape(attention.query)[2]) == 1
+            attention.key in group.sites and attention.paged and hint(attention.num_queries) == 1
             for attention in state.attentions
         )
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
@@ -144,7 +145,7 @@ class Rewrite(Pass):
         known = self._masks.get((mask, plan))
         if known is None:
             known = graph.call_function(ops.plan_mask, (mask, plan))
-            if not written(graph, [mask]):  # else it may change between two layers
+            if not self._writers.of([mask]):  # else it may change between two layers
                 self._masks[mask, plan] = known
         return known
 
@@ -165,7 +166,11 @@ class Rewrite(Pass):
             options: dict[str, object] = {
                 "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
             }
-            one_query = hint(shape(query)[2]) == 1
+            one_query = hint(attention.num_queries) == 1
+            if attention.softcap is not None:
+                options["softcap"] = attention.softcap
+            if attention.sinks is not None:
+                options["sinks"] = attention.sinks
             if attention.key.kind == "static":
                 plan, mask_tensor = plan_reads(graph, attention, plan, self._static)
             if mask_tensor is not None and mask.tensor is None:  # the mask as it was written says it all

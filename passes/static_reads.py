@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from .. import ops
 from .base import AttentionSite
 from .symbols import size_node
-from .tensors import expr, same_size, shape
+from .tensors import expr, same_size
 
 __all__ = ["plan_reads"]
 
@@ -47,13 +47,13 @@ def _is_written(attention: AttentionSite) -> bool:
             return True
     if spec.causal_offset is None:
         return False
-    stop = spec.causal_offset + expr(shape(attention.query)[2])  # one more than the last key that is seen
+    stop = spec.causal_offset + expr(attention.num_queries)  # one more than the last key that is seen
     return all((bound - stop).expand().is_nonnegative for bound in (count, kv_len))
 
 
 def _explicit(graph: Graph, attention: AttentionSite, plans: dict[object, Node]) -> Node:
     """A mask tensor for an attention that has none, [Q, S]."""
-    sizes = (shape(attention.query)[2], attention.kv_len)
+    sizes = (attention.num_queries, attention.kv_len)
     key = ("mask", attention.is_causal, *map(expr, sizes))
     if key not in plans:
         size = tuple(size_node(graph, n) for n in sizes)

@@ -35,7 +35,10 @@ def hint(size: int | SymInt) -> int:
 
 def same_size(a: int | SymInt, b: int | SymInt) -> bool:
     """Whether two sizes are equal for certain. Adds no guard."""
-    return sympy.simplify(expr(a) - expr(b)) == 0
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    x, y = expr(a), expr(b)
+    return x == y or sympy.simplify(x - y) == 0
 
 
 def is_call(node: object, functions: Sequence[Any], methods: Sequence[str] = ()) -> bool:

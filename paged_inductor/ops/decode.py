@@ -74,9 +74,13 @@ def decode_formula(
     count: Tensor,
     mask_bias: Tensor | None,
     mask_padding: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """q [B, H, G, D], arenas [num_blocks, H, bs, D or Dv], the fields of `Chunks` and `MaskPlan` -> [B, H, G, Dv].
+
+    sinks: float [H * G], logits that only add to the softmax's denominator. softcap: bounds scaled scores by a tanh.
 
     Float32 arithmetic, result in q's dtype. Fastest with K's blocks stored transposed (stride 1 along bs). A row that
     sees no key gives zeros. Slots that hold no visible token contribute nothing, whatever they contain.
@@ -89,7 +93,8 @@ def decode_formula(
     width = _value_slice(dim_v, group, v_arena.dtype)
 
     # The scale, the conversion to float32 and the row lookup leave the inner loop.
-    query = stored((q.float() * scale)[row])  # [NC, H, G, D]
+    factor = scale if softcap is None else scale / softcap
+    query = stored((q.float() * factor)[row])  # [NC, H, G, D]
 
     # Scores. Lanes run over a block's tokens (no horizontal sums); the reduction runs over D. One `sum` per (query
     # head, side-by-side block), all over the same ranges: Inductor fuses them into one loop that loads K once.
@@ -97,6 +102,8 @@ def decode_formula(
     k_side = [columns[table[:, u::side]].float() for u in range(side)]  # never stored: [NC, I, H, D, bs]
     parts = [(k_side[u] * query[:, None, :, g, :, None]).sum(-2) for g in range(group) for u in range(side)]
     scores = torch.stack(parts, 3).view(num_chunks, steps, heads, group, side, block_size)
+    if softcap is not None:
+        scores = softcap * scores.tanh()
 
     # Softmax numerators relative to the chunk's own maximum.
     bias = slot_bias.view(num_chunks, steps, 1, 1, side, block_size)
@@ -123,11 +130,18 @@ def decode_formula(
             ]
             parts.append(sum(terms[1:], terms[0]).sum((1, 3)))  # [NC, H, width]
     partial = torch.stack(parts, 2).view(num_chunks, heads, group, dim_v)
-    return _combine(top, total, partial, of_row, count, mask_padding).to(q.dtype)
+    sink = None if sinks is None else sinks.float().view(heads, group)
+    return _combine(top, total, partial, of_row, count, mask_padding, sink).to(q.dtype)
 
 
 def _combine(
-    top: Tensor, total: Tensor, partial: Tensor, of_row: Tensor, count: Tensor, padding: Tensor | None
+    top: Tensor,
+    total: Tensor,
+    partial: Tensor,
+    of_row: Tensor,
+    count: Tensor,
+    padding: Tensor | None,
+    sink: Tensor | None,
 ) -> Tensor:
     """Log-sum-exp combination of each row's chunks: [NC, H, G], [NC, H, G], [NC, H, G, Dv] -> [B, H, G, Dv]."""
     real = (torch.arange(of_row.shape[1]) < count[:, None])[:, :, None, None]  # [B, MC, 1, 1]
@@ -136,10 +150,14 @@ def _combine(
     if padding is not None:  # [1|B, 1|Hq, 2]
         padding = padding.unflatten(1, (-1, top.shape[2])) if padding.shape[1] != 1 else padding[:, :, None]
         best = torch.maximum(best, padding[:, None, ..., 0])
+    if sink is not None:  # [H, G]
+        best = torch.maximum(best, sink)
     factor = stored(torch.where(real, (tops - best).exp(), 0.0))
     norm = (factor * total[of_row]).sum(1)  # [B, H, G]
     if padding is not None:
         norm = norm + (padding[..., 0] - best[:, 0]).exp() * padding[..., 1]
+    if sink is not None:
+        norm = norm + (sink - best[:, 0]).exp()
     out = (factor[..., None] * partial[of_row]).sum(1)
     return out / torch.where(norm > 0, norm, 1.0)[..., None]
 
@@ -155,6 +173,7 @@ _DYNAMIC: tuple[tuple[str | None, ...], ...] = (
     ("B",),
     ("NC", None, None),
     ("B", None, None),
+    (None,),
 )
 _OPTIONS: dict[str, object] = {
     **INDUCTOR_OPTIONS,
@@ -168,7 +187,14 @@ _formula = CompiledFormula(decode_formula, _DYNAMIC, _OPTIONS)
 
 
 def decode_attention(
-    q: Tensor, k_arena: Tensor, v_arena: Tensor, plan: StepPlan, mask: MaskPlan | None, scale: float
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    plan: StepPlan,
+    mask: MaskPlan | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per row: q [B, H*G, 1, D] -> [B, H*G, 1, Dv]. `plan` has the work list of decode."""
     chunks = plan.chunks
@@ -177,7 +203,18 @@ def decode_attention(
     packed = q.reshape(q.shape[0], heads, q.shape[1] // heads, q.shape[3])
     given = (None, None) if mask is None else (mask.bias, mask.padding)
     out = torch.ops.paged_inductor.decode.default(
-        packed, k_arena, v_arena, chunks.table, chunks.row, chunks.bias, chunks.of_row, chunks.count, *given, scale
+        packed,
+        k_arena,
+        v_arena,
+        chunks.table,
+        chunks.row,
+        chunks.bias,
+        chunks.of_row,
+        chunks.count,
+        *given,
+        scale,
+        softcap,
+        sinks,
     )
     return out.view(q.shape[0], q.shape[1], 1, v_arena.shape[3])
 
@@ -185,22 +222,24 @@ def decode_attention(
 _library = torch.library.Library("paged_inductor", "FRAGMENT")
 _library.define(
     "decode(Tensor q, Tensor k_arena, Tensor v_arena, Tensor table, Tensor row, Tensor slot_bias, Tensor of_row, "
-    "Tensor count, Tensor? mask_bias, Tensor? mask_padding, float scale) -> Tensor"
+    "Tensor count, Tensor? mask_bias, Tensor? mask_padding, float scale, float? softcap=None, Tensor? sinks=None) -> Tensor"
 )
 
 
 @torch.library.impl(_library, "decode", "CPU")
 def _decode(*arguments: Any) -> Tensor:
     """A plain kernel rather than `torch.library.custom_op`: it is called once per layer and step, and costs less."""
-    *tensors, scale = arguments
+    (*tensors, scale), (softcap, sinks) = arguments[:11], (*arguments[11:], None, None)[:2]  # defaults are left out
     q, k_arena, v_arena = tensors[:3]
     # The code was compiled for contiguous operands (and for arenas in the order that `kind` names) and checks nothing.
-    tensors = [q.contiguous(), k_arena, v_arena, *(None if t is None else t.contiguous() for t in tensors[3:])]
-    mask_bias, padding = tensors[8:]
+    others = (None if t is None else t.contiguous() for t in (*tensors[3:], sinks))
+    tensors = [q.contiguous(), k_arena, v_arena, *others]
+    mask_bias, padding = tensors[8:10]
     heads = 0 if mask_bias is None else (mask_bias.shape[1], padding.shape[1])
     shapes = (q.shape[1:], k_arena.shape[1:], v_arena.shape[3], tensors[3].shape[1], heads)
-    kind = (scale, q.dtype, k_arena.dtype, v_arena.dtype, k_arena.stride(2), v_arena.stride(2), shapes)
-    return _formula(kind, tensors, (scale,))
+    extras = (softcap, None if sinks is None else sinks.dtype)
+    kind = (scale, q.dtype, k_arena.dtype, v_arena.dtype, k_arena.stride(2), v_arena.stride(2), shapes, extras)
+    return _formula(kind, tensors, (scale, softcap))
 
 
 @torch.library.register_fake("paged_inductor::decode")

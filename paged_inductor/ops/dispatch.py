@@ -38,6 +38,8 @@ def attention(
     scale: float,
     causal_offset: int | SymInt | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over the pages of each row; returns [B, H_q, Q, Dv] in q's dtype.
 
@@ -45,19 +47,42 @@ def attention(
     `k <= i + causal_offset` and `k > i + causal_offset - window`, where given. With a mask (from `plan_mask`), the
     mask alone decides about virtual padding, whose keys and values are zeros. A query that sees nothing gives zeros.
     A plan from `plan_window` must be of the same causal_offset and window.
+
+    `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks`, float [H_q], are logits
+    of one more key per head that has no value: they only add exp(sink) to the softmax's denominator.
     """
     dense = None if mask is None else mask.mask
     if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):
-        return formulas.static_attention(q, k_arena, v_arena, plan, dense, scale=scale)
+        return formulas.static_attention(q, k_arena, v_arena, plan, dense, scale=scale, softcap=softcap, sinks=sinks)
     if library.uses_kernels(q.device):
         return torch.ops.paged_inductor.attention(
-            q, k_arena, v_arena, plan.block_table, plan.seq_lens, plan.kv_len, scale, causal_offset, window, dense
+            q,
+            k_arena,
+            v_arena,
+            plan.block_table,
+            plan.seq_lens,
+            plan.kv_len,
+            scale,
+            causal_offset,
+            window,
+            dense,
+            softcap,
+            sinks,
         )
     one_query = isinstance(q.shape[2], int) and q.shape[2] == 1
     if one_query and plan.chunks is not None and (plan.bounded or causal_offset is None):
-        return decode_attention(q, k_arena, v_arena, plan, mask, scale)
+        return decode_attention(q, k_arena, v_arena, plan, mask, scale, softcap, sinks)
     return formulas.gathered_attention(
-        q, k_arena, v_arena, plan, dense, scale=scale, causal_offset=causal_offset, window=window
+        q,
+        k_arena,
+        v_arena,
+        plan,
+        dense,
+        scale=scale,
+        causal_offset=causal_offset,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 

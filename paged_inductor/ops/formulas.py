@@ -78,6 +78,8 @@ def gathered_attention(
     scale: float,
     causal_offset: int | SymInt | None,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention for several queries: pages are gathered once and read by all of them.
 
@@ -85,11 +87,19 @@ def gathered_attention(
     `enable_gqa` runs several times slower in bfloat16.
     """
     visible = visibility(plan, q.shape[2], causal_offset, window, mask)
-    return _dense_attention(q, gather(k_arena, plan), gather(v_arena, plan), visible, scale)
+    return _dense_attention(q, gather(k_arena, plan), gather(v_arena, plan), visible, scale, softcap, sinks)
 
 
 def static_attention(
-    q: Tensor, k_arena: Tensor, v_arena: Tensor, plan: StepPlan, mask: Tensor, *, scale: float
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    plan: StepPlan,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention for several queries over static buffers (`plan_static`). The unwritten positions, all zeros, are one
     more key, as heavy as all of them that the mask lets a query see."""
@@ -99,14 +109,18 @@ def static_attention(
     bias = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
     bias = bias.expand(*bias.shape[:-1], plan.kv_len)
     visible = torch.cat([bias[..., :read], bias[..., read:].logsumexp(-1, keepdim=True)], -1)
-    return _dense_attention(q, key, value, visible, scale)
+    return _dense_attention(q, key, value, visible, scale, softcap, sinks)
 
 
-def _dense_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _dense_attention(
+    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """q [B, H_q, Q, D], key and value [B, H, S, D or Dv], visible broadcastable to [B, H_q, Q, S]."""
     batch, heads_q, num_queries, _ = q.shape
     heads_kv, kv_len = key.shape[1:3]
     group = heads_q // heads_kv
+    if softcap is not None or sinks is not None:
+        return _explicit_attention(q, key, value, visible, scale, softcap, sinks)
     if visible.dtype != torch.bool:
         visible = visible.to(q.dtype)
     if group == 1:
@@ -119,3 +133,28 @@ def _dense_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, sca
     packed = q.reshape(batch, heads_kv, group * num_queries, q.shape[3])
     out = F.scaled_dot_product_attention(packed, key.to(q.dtype), value.to(q.dtype), visible, scale=scale)
     return out.reshape(batch, heads_q, num_queries, value.shape[3])
+
+
+def _explicit_attention(
+    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """What SDPA has no words for: scores that are capped, sinks that share the softmax. Float32 arithmetic."""
+    batch, heads_q, num_queries, _ = q.shape
+    packed = (batch, key.shape[1], heads_q // key.shape[1] * num_queries)
+    scores = q.reshape(*packed, q.shape[3]).float() @ key.float().mT * scale
+    scores = scores.view(batch, heads_q, num_queries, key.shape[2])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible, float("-inf")) if visible.dtype == torch.bool else scores + visible
+    top = scores.amax(-1, keepdim=True)
+    logits = None if sinks is None else sinks.float()[:, None, None]  # [H_q, 1, 1]
+    if logits is not None:
+        top = torch.maximum(top, logits)
+    top = top.clamp_min(torch.finfo(torch.float32).min)  # a query that sees nothing: exp(-inf - top) is 0
+    weights = (scores - top).exp()
+    norm = weights.sum(-1, keepdim=True)
+    if logits is not None:
+        norm = norm + (logits - top).exp()
+    out = weights.view(*packed, key.shape[2]) @ value.float()
+    out = out.view(batch, heads_q, num_queries, value.shape[3]) / torch.where(norm > 0, norm, 1.0)
+    return out.to(q.dtype)

@@ -45,6 +45,8 @@ def attention(
     causal_offset: int | None = None,
     window: int | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`."""
     implementation = kernels if uses_kernels(q.device) else reference
@@ -59,6 +61,8 @@ def attention(
         causal_offset=causal_offset,
         window=window,
         mask=mask,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
@@ -74,6 +78,8 @@ def _(
     causal_offset: int | None = None,
     window: int | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty((*q.shape[:3], v_arena.shape[3]))
 

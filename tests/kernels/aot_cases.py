@@ -30,6 +30,8 @@ class Case:
     causal: bool = True
     window: int | None = None
     mask: torch.dtype | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def problem(self) -> AttentionProblem:
         blocks = KV_LEN // self.block_size
@@ -47,6 +49,8 @@ class Case:
             causal_offset=KV_LEN - self.q_len if self.causal else None,
             window=self.window,
             mask=mask,
+            softcap=self.softcap,
+            sinks=torch.zeros(KV_HEADS * self.group) if self.sinks else None,
         )
 
 
@@ -59,6 +63,8 @@ DECODE = [
     Case("mqa_d256", q_len=1, head_dim=256, group=8),
     Case("mla_like_d192_dv128", q_len=1, head_dim=192, v_head_dim=128, group=1, block_size=64),
     Case("fp32_d128", q_len=1, head_dim=128, group=4, dtype=torch.float32),
+    Case("gqa_d64_sinks", q_len=1, head_dim=64, group=8, window=1024, sinks=True),
+    Case("gqa_d256_softcap", q_len=1, head_dim=256, group=2, softcap=50.0),
 ]
 PREFILL = [
     Case("gqa_d64_window", q_len=512, head_dim=64, group=4, window=1024),
@@ -67,6 +73,8 @@ PREFILL = [
     Case("gqa_d128_bias", q_len=512, head_dim=128, group=4, causal=False, mask=torch.float32),
     Case("mqa_d256", q_len=512, head_dim=256, group=8),
     Case("fp32_d128", q_len=512, head_dim=128, group=4, dtype=torch.float32),
+    Case("gqa_d64_sinks_bias", q_len=512, head_dim=64, group=8, causal=False, mask=torch.float32, sinks=True),
+    Case("gqa_d256_softcap", q_len=512, head_dim=256, group=2, softcap=50.0),
 ]
 
 

@@ -144,6 +144,20 @@ def visibilities(draw: st.DrawFn, kv_len: int, q_len: int) -> tuple[int | None, 
 
 
 @st.composite
+def score_options(draw: st.DrawFn, num_heads: int) -> dict[str, object]:
+    """`softcap` from a bend to a wall, `sinks` from negligible to dominant; mostly neither."""
+    options: dict[str, object] = {}
+    softcap = draw(st.sampled_from([None, None, 0.5, 3.0, 30.0]))
+    if softcap is not None:
+        options["softcap"] = softcap
+    kind = draw(st.sampled_from([None, None, *DTYPES]))
+    if kind is not None:
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+        options["sinks"] = torch.randn(num_heads, generator=generator).mul(4).to(kind)
+    return options
+
+
+@st.composite
 def masks(draw: st.DrawFn, full: tuple[int, int, int, int]) -> Tensor | None:
     """No mask, or a bool or float one whose dims may be 1."""
     kind = draw(st.sampled_from([None, None, torch.bool, *DTYPES]))

@@ -15,6 +15,7 @@ from paged_cases import (
     masks,
     paged_batches,
     poisoned,
+    score_options,
     visibilities,
 )
 from paged_inductor import kernels
@@ -30,7 +31,8 @@ def truth(q: Tensor, batch: PagedBatch, **variant: object) -> Tensor:
 def draw_variant(data: st.DataObject, q: Tensor, batch: PagedBatch) -> dict[str, object]:
     causal_offset, window = data.draw(visibilities(batch.kv_len, q.shape[2]))
     mask = data.draw(masks((*q.shape[:3], batch.kv_len)))
-    return {"scale": 0.3, "causal_offset": causal_offset, "window": window, "mask": mask}
+    limits = {"scale": 0.3, "causal_offset": causal_offset, "window": window, "mask": mask}
+    return limits | data.draw(score_options(q.shape[1]))
 
 
 @examples(40)
@@ -100,13 +102,14 @@ def test_keys_after_the_diagonal_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("q_len", [2, 17])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-50.0, 0.0, 50.0, float("-inf")])], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_fully_masked_query_gives_zeros(q_len: int, dtype: torch.dtype) -> None:
+def test_a_fully_masked_query_gives_zeros(q_len: int, sinks: Tensor | None, dtype: torch.dtype) -> None:
     batch = build([20, 3])
     q = batch.queries(group=2, q_len=q_len)
     seen = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     mask = seen if dtype == torch.bool else torch.full((1, 1, 1, 1), float("-inf"))
-    out = kernels.attention(q, *batch.pages, scale=0.3, mask=mask, allocate=poisoned)
+    out = kernels.attention(q, *batch.pages, scale=0.3, mask=mask, sinks=sinks, allocate=poisoned)
     assert torch.equal(out, torch.zeros_like(out))
 
 

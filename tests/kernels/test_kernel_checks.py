@@ -49,6 +49,10 @@ BAD_ATTENTION = [
     ({"causal_offset": 2**31}, KernelInputError, "causal_offset is 2147483648"),
     ({"mask": torch.ones(2, 4, 1, 12).int()}, KernelTypeError, "mask has dtype torch.int32"),
     ({"mask": torch.ones(2, 4, 1, 11)}, KernelInputError, "allowed: (2, 4, 1, 12) where any dim may be 1"),
+    ({"softcap": 0.0}, KernelInputError, "softcap is 0.0; allowed: finite and above 0"),
+    ({"softcap": "50"}, KernelTypeError, "softcap is a str; pass a float"),
+    ({"sinks": torch.ones(3)}, KernelInputError, "sinks has head count 3, q has 4"),
+    ({"sinks": torch.ones(8)[::2]}, KernelInputError, "sinks has stride 2"),
     ({"q": VALID.queries(2, 1).to("meta")}, KernelInputError, "q has device meta, k_arena has cpu"),
 ]
 

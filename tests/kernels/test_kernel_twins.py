@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paged_cases import PagedBatch, assert_close, examples, masks, paged_batches, visibilities
+from paged_cases import PagedBatch, assert_close, examples, masks, paged_batches, score_options, visibilities
 from paged_inductor import kernels
 from paged_inductor.kernels import reference
 
@@ -25,7 +25,13 @@ def test_a_twin_has_its_wrappers_signature(name: str) -> None:
 
 
 def dense_attention(
-    q: Tensor, batch: PagedBatch, causal_offset: int | None, window: int | None, mask: Tensor | None
+    q: Tensor,
+    batch: PagedBatch,
+    causal_offset: int | None,
+    window: int | None,
+    mask: Tensor | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The interface's sentence, one query at a time, in float64."""
     out = torch.zeros(*q.shape[:3], batch.v.shape[3], dtype=torch.float64)
@@ -35,6 +41,8 @@ def dense_attention(
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).view(-1, 3).tolist():
         k, v = batch.k[b, h // group].double(), batch.v[b, h // group].double()
         scores = k @ q[b, h, i].double() * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         visible = keys >= (batch.kv_len - batch.seq_lens[b] if mask is None else 0)
         if causal_offset is not None:
             visible &= keys <= i + causal_offset
@@ -46,7 +54,8 @@ def dense_attention(
             scores += full_mask[b, h, i]
         scores[~visible] = float("-inf")
         if scores.max() > float("-inf"):
-            out[b, h, i] = scores.softmax(0) @ v
+            sink = scores[:0] if sinks is None else sinks[h : h + 1].double()
+            out[b, h, i] = torch.cat([scores, sink]).softmax(0)[: batch.kv_len] @ v
     return out.to(q.dtype)
 
 
@@ -56,7 +65,7 @@ def test_the_attention_twin_matches_dense(batch: PagedBatch, group: int, q_len: 
     q = batch.queries(group, q_len)
     causal_offset, window = data.draw(visibilities(batch.kv_len, q_len))
     mask = data.draw(masks((*q.shape[:3], batch.kv_len)))
-    limits = {"causal_offset": causal_offset, "window": window, "mask": mask}
+    limits = {"causal_offset": causal_offset, "window": window, "mask": mask, **data.draw(score_options(q.shape[1]))}
     want = dense_attention(q, batch, **limits)
     for compute_dtype in (torch.float32, torch.float64):
         got = reference.attention(q, *batch.pages, scale=0.3, **limits, compute_dtype=compute_dtype)

@@ -70,6 +70,8 @@ def reference(
     scale: float,
     causal_offset: int | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention in float64, row by row and key by key, written independently of the package."""
     batch, heads_q, queries, _ = q.shape
@@ -87,6 +89,7 @@ def reference(
         key, value = (torch.cat([torch.zeros(x.shape[0], pad, x.shape[2]).double(), x], 1) for x in (key, value))
         for h in range(heads_q):
             scores = q[b, h].double() @ key[h // group].T * scale  # [Q, S]
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             position = torch.arange(pages.kv_len)
             visible = (position >= start).expand_as(scores)
             if mask is not None:
@@ -99,6 +102,8 @@ def reference(
                 if window is not None:
                     visible = visible & (position > last - window)
             scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].double().expand(queries, 1)], -1)
             weights = torch.nan_to_num(torch.softmax(scores, -1))
-            out[b, h] = weights @ value[h // group]
+            out[b, h] = weights[:, : pages.kv_len] @ value[h // group]
     return out

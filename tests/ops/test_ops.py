@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +27,13 @@ def masks(kind: str, batch: int, heads: int, queries: int, length: int) -> torch
     return noise > 0 if kind.startswith("bool") else noise
 
 
+def extras(kind: str, heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A soft cap that bends the scores, sinks from negligible to dominant, both, or neither."""
+    given: dict[str, Any] = {"softcap": 2.5} if "softcap" in kind else {}
+    return given | ({"sinks": torch.linspace(-20, 12, heads).to(dtype)} if "sinks" in kind else {})
+
+
+EXTRAS = ["neither", "softcap", "sinks", "softcap and sinks"]
 MASKS = ["none", "bool-rows", "bool-heads", "bool-flat", "float-rows", "float-heads", "float-flat"]
 
 
@@ -36,6 +45,7 @@ MASKS = ["none", "bool-rows", "bool-heads", "bool-flat", "float-rows", "float-he
     transposed=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
     mask=st.sampled_from(MASKS),
+    extra=st.sampled_from(EXTRAS),
     seed=st.integers(0, 1000),
     hidden=st.sampled_from([0, 0, 1, 17]),
     bounds=st.none() | st.tuples(st.integers(-3, 330), st.none() | st.integers(1, 330)),
@@ -48,6 +58,7 @@ def test_decode_formula_is_attention(
     transposed: bool,
     dtype: torch.dtype,
     mask: str,
+    extra: str,
     seed: int,
     hidden: int,
     bounds: tuple[int, int | None] | None,
@@ -68,7 +79,8 @@ def test_decode_formula_is_attention(
     chunks = plan.chunks
     assert chunks is not None
     packed = q.view(len(lengths), heads[1], heads[0] // heads[1], dims[0])
-    extra = (None, None) if planned is None else (planned.bias, planned.padding)
+    masking = (None, None) if planned is None else (planned.bias, planned.padding)
+    options = extras(extra, heads[0], dtype)
     out = decode_formula(
         packed,
         pages.k_arena,
@@ -78,20 +90,34 @@ def test_decode_formula_is_attention(
         chunks.bias,
         chunks.of_row,
         chunks.count,
-        *extra,
+        *masking,
+        options.get("sinks"),
         0.3,
+        options.get("softcap"),
     )
-    expected = reference(pages, q, given_mask, 0.3, *(bounds or ()))
+    offset, window = bounds or (None, None)
+    expected = reference(pages, q, given_mask, 0.3, offset, window, **options)
     torch.testing.assert_close(
         out.view(*q.shape[:3], dims[1]).double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
 
 
-@pytest.mark.parametrize("mask", ["none", "bool-rows", "float-heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_decode_serves_all_sizes_with_one_compilation(mask: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("mask", "dtype", "extra"),
+    [
+        ("none", torch.float32, "neither"),
+        ("none", torch.bfloat16, "softcap and sinks"),
+        ("bool-rows", torch.float32, "softcap"),
+        ("bool-rows", torch.bfloat16, "neither"),
+        ("float-heads", torch.float32, "sinks"),
+        ("float-heads", torch.bfloat16, "neither"),
+    ],
+    ids=str,
+)
+def test_compiled_decode_serves_all_sizes_with_one_compilation(mask: str, dtype: torch.dtype, extra: str) -> None:
     from paged_inductor.ops import decode
 
+    options = extras(extra, 9, dtype)
     before = len(decode._formula._compiled)
     for lengths in ([5], [1, 700], [130, 128, 129, 1], [64] * 7):
         pages = random_pages(lengths, 3, 16, 16, dtype, seed=len(lengths))
@@ -99,8 +125,8 @@ def test_compiled_decode_serves_all_sizes_with_one_compilation(mask: str, dtype:
         given_mask = masks(mask, len(lengths), 9, 1, pages.kv_len)
         plan = pages.plan(1)
         planned = None if given_mask is None else ops.plan_mask(given_mask, plan)
-        out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.25)
-        expected = reference(pages, q, given_mask, 0.25)
+        out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.25, **options)
+        expected = reference(pages, q, given_mask, 0.25, **options)
         torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert len(decode._formula._compiled) <= before + 1
 
@@ -111,10 +137,11 @@ def test_compiled_decode_serves_all_sizes_with_one_compilation(mask: str, dtype:
     queries=st.integers(2, 4),
     mask=st.sampled_from(MASKS),
     causal=st.booleans(),
+    extra=st.sampled_from(EXTRAS),
     seed=st.integers(0, 1000),
 )
 def test_several_queries(
-    lengths: list[int], heads: tuple[int, int], queries: int, mask: str, causal: bool, seed: int
+    lengths: list[int], heads: tuple[int, int], queries: int, mask: str, causal: bool, extra: str, seed: int
 ) -> None:
     pages = random_pages(lengths, heads[1], 8, 8, seed=seed)
     q = torch.randn(len(lengths), heads[0], queries, 8, generator=torch.Generator().manual_seed(seed))
@@ -122,8 +149,9 @@ def test_several_queries(
     plan = pages.plan(queries, decodes=False)
     offset = pages.kv_len - queries if causal else None
     planned = None if given_mask is None else ops.plan_mask(given_mask, plan)
-    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.3, causal_offset=offset)
-    expected = reference(pages, q, given_mask, 0.3, offset)
+    options = extras(extra, heads[0], torch.float32)
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.3, causal_offset=offset, **options)
+    expected = reference(pages, q, given_mask, 0.3, offset, **options)
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 
 
@@ -158,11 +186,15 @@ def test_custom_operators_pass_opcheck(transposed: bool) -> None:
     torch.library.opcheck(library.gather.default, (pages.k_arena, table, lens, 20))
     arguments = (q, pages.k_arena, pages.v_arena, table, lens, 20, 0.25)
     torch.library.opcheck(library.attention.default, arguments)
-    torch.library.opcheck(library.attention.default, (*arguments, 19, 8, torch.ones(1, 1, 1, 20, dtype=torch.bool)))
+    masked = (*arguments, 19, 8, torch.ones(1, 1, 1, 20, dtype=torch.bool))
+    torch.library.opcheck(library.attention.default, masked)
+    torch.library.opcheck(library.attention.default, (*masked, 5.0, torch.randn(4)))
     chunks = pages.plan(1).chunks
     assert chunks is not None
     decode = (q.view(2, 2, 2, 16), pages.k_arena, pages.v_arena, chunks.table, chunks.row, chunks.bias)
-    torch.library.opcheck(library.decode.default, (*decode, chunks.of_row, chunks.count, None, None, 0.25))
+    decode = (*decode, chunks.of_row, chunks.count, None, None, 0.25)
+    torch.library.opcheck(library.decode.default, decode)
+    torch.library.opcheck(library.decode.default, (*decode, 5.0, torch.randn(4)))
 
 
 def test_operands_in_any_order_of_dimensions() -> None:
@@ -182,12 +214,16 @@ def test_operands_in_any_order_of_dimensions() -> None:
     assert torch.equal(call(*operands), call(*map(turned, operands)))
 
 
-def test_fully_masked_rows_give_zeros() -> None:
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("queries", [1, 2])
+def test_fully_masked_rows_give_zeros(queries: int, extra: str) -> None:
     pages = random_pages([20, 7], 2, 8, 8)
-    q = torch.randn(2, 4, 1, 8)
-    plan = pages.plan(1)
+    q = torch.randn(2, 4, queries, 8)
+    plan = pages.plan(queries)
     nothing = torch.zeros(2, 1, 1, 20, dtype=torch.bool)
-    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, ops.plan_mask(nothing, plan), scale=1.0)
+    masked = ops.plan_mask(nothing, plan)
+    options = extras(extra, 4, torch.float32)
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, masked, scale=1.0, **options)
     assert torch.equal(out, torch.zeros_like(out))
 
 
