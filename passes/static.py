@@ -233,12 +233,30 @@ def _is_all(item: object, size: int) -> bool:
 
 
 def _whole(node: object) -> Node | None:
-    """A buffer, looking through slices that leave nothing out."""
-    while is_tensor(node) and (part := one_slice(node)) is not None:  # type: ignore[arg-type]
-        if not all(map(same_size, shape(part.source), shape(node))):  # type: ignore[arg-type]
-            return None
-        node = part.source
+    """A buffer, looking through slices that leave nothing out and conversions to what it is."""
+    while is_tensor(node):
+        part = one_slice(node)  # type: ignore[arg-type]
+        if part is not None and all(map(same_size, shape(part.source), shape(node))):  # type: ignore[arg-type]
+            node = part.source
+        elif _converts_nothing(node):  # type: ignore[arg-type]
+            node = node.args[0]  # type: ignore[union-attr]
+        else:
+            break
     return node if is_tensor(node) and len(shape(node)) == 4 else None  # type: ignore[arg-type, return-value]
+
+
+def _converts_nothing(node: Node) -> bool:
+    """Whether a node is its operand, by the rule that `to` makes no copy of what is as asked for."""
+    if (
+        not is_call(node, (), ("to", "type_as"))
+        or not is_tensor(node.args[0])
+        or node.kwargs.keys() - {"dtype", "device"}
+    ):
+        return False
+    if any(isinstance(arg, bool) for arg in node.args):
+        return False
+    a, b = node.args[0].meta["example_value"], node.meta["example_value"]  # type: ignore[union-attr]
+    return a.dtype == b.dtype and a.device == b.device
 
 
 def _at_slice(node: Node, buffer: Node, dim: int, start: object, new: Node) -> _Write | None:
