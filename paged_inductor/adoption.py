@@ -29,9 +29,9 @@ class AdoptingProgram:
         spec: Callable[[CacheSite], SiteSpec],
         block_size: int,
         label: str,
-        compile_dense: Callable[[], Callable[..., Any]],
+        compile_dense: Callable[[str], Callable[..., Any]],
     ) -> None:
-        """sites: the caches to be turned. compile_dense: compiles the captured graph."""
+        """sites: the caches to be turned. compile_dense: compiles the captured graph, and reports why."""
         position = {node.name: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         self._gm = gm
         self._block_size = block_size
@@ -51,19 +51,20 @@ class AdoptingProgram:
         if self._dense is not None:
             return self._dense(*args)
         results = self._gm(*args)
-        if not self._adopt(args, self._inputs) & self._adopt(results, self._outputs):
-            self._dense = self._compile_dense()
+        reason = self._adopt(args, self._inputs) or self._adopt(results, self._outputs)
+        if reason:
+            self._dense = self._compile_dense(f"a static cache stays dense: {reason}")
         return results
 
-    def _adopt(self, values: Sequence[Any], places: Sequence[tuple[int, str, SiteSpec]]) -> bool:
-        """Turn what can be turned; whether that was all."""
+    def _adopt(self, values: Sequence[Any], places: Sequence[tuple[int, str, SiteSpec]]) -> str:
+        """Turn all buffers, or none of them: why not."""
         groups: dict[object, list[Buffer]] = {}
         for i, axes, spec in places:
             value: Tensor = values[i]
-            if refusal(value):
-                return False
+            if reason := refusal(value):
+                return reason
             sizes = tuple(value.shape[axes.index(axis)] for axis in "BS")
             groups.setdefault((*sizes, value.device), []).append(Buffer(value, axes, spec))
         for buffers in groups.values():
             adopt(buffers, self._block_size, self._label)
-        return True
+        return ""

@@ -92,7 +92,7 @@ def paged_inductor(
         return gm.forward
     if state.adoptions:
         publish(settings.label, report)
-        dense = partial(_unpaged, gm, example_inputs, settings, "a static cache could not become paged", report)
+        dense = partial(_unpaged, gm, example_inputs, settings, report=report)
         return AdoptingProgram(gm, state.adoptions, site_spec, block_size, settings.label, dense)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)

@@ -238,9 +238,8 @@ def _static_writes(
         if key not in readers:
             readers[key] = start_reader(start, gm, count)
     lead = group.sites[0]
-    return StaticWrites(
-        list(readers.values()), int(lead.size("S")), lead.functional, complete=len(group.sites) == num_sites
-    )
+    length = size_reader(lead.size("S"), gm.graph.find_nodes(op="placeholder"))
+    return StaticWrites(list(readers.values()), length, lead.functional, complete=len(group.sites) == num_sites)
 
 
 def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int) -> list[GroupPlan]:

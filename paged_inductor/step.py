@@ -53,11 +53,11 @@ class Step:
 @dataclass(frozen=True)
 class StaticWrites:
     """Writes of one step into static caches. starts: read the first position from a call's arguments, all of which must
-    agree. length: of the buffers. functional: the step makes new buffers. complete: it writes all sites of the group.
+    agree. length: reads that of the buffers. functional: the step makes new buffers. complete: it writes all sites of the group.
     """
 
     starts: list[StartReader]
-    length: int
+    length: Callable[[Sequence[Any]], int]
     functional: bool
     complete: bool
 
@@ -67,11 +67,12 @@ class StaticWrites:
         """Make room for `count` tokens in `view`, or in a new one; None if the positions do not allow it."""
         first = self.starts[0](args)
         stop = first + count
-        if first < 0 or stop > self.length or any(start(args) != first for start in self.starts[1:]):
+        length = self.length(args) if view is None else view.length
+        if first < 0 or stop > length or any(start(args) != first for start in self.starts[1:]):
             return None
         before = None if view is None or self.functional else view.extent
         if view is None:
-            view = manager().create_static(group, batch, self.length, label)
+            view = manager().create_static(group, batch, length, label)
         elif self.functional:
             view = manager().derive(view, view.rows, view.lengths, view.length)
         reserve(view, first, stop, self.complete)

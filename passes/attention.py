@@ -179,7 +179,9 @@ class ProveMasks(Pass):
 def _unequal(attention: AttentionSite) -> str:
     """Why K and V are not equally long parts of their caches, or ''."""
     lengths = [shape(node)[axes.index("S")] for node, axes in attention.candidates or ()]
-    if attention.key is not None and attention.key.kind == "static" and not same_size(*lengths):
+    sites = (attention.key, attention.value)
+    parts = [node for node, _ in attention.candidates or () if not any(site and site.node is node for site in sites)]
+    if parts and not same_size(*lengths):  # whole caches of one group are equally long
         return f"K and V are {lengths[0]} and {lengths[1]} tokens of their caches"
     return ""
 

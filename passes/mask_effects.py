@@ -48,6 +48,22 @@ class Writers:
         groups = {self._find(n) for n in nodes}
         return list(dict.fromkeys(writer for writer, target in self._writers if self._find(target) in groups))
 
+    def spoils(self, nodes: Iterable[Node], result: Node) -> Node | None:
+        """A node that may change what `result` was computed from by way of `nodes`: that writes to one of them before
+        another has read it, or to `result` itself."""
+        members: dict[object, list[Node]] = {}
+        for node in nodes:
+            members.setdefault(self._find(node), []).append(node)
+        computed = {node for group in members.values() for node in group}
+        for writer, target in self._writers:
+            group = self._find(target)
+            for node in members.get(group, ()):
+                if node is result or any(
+                    user in computed and self._find(user) is not group and writer < user for user in node.users
+                ):
+                    return writer
+        return None
+
     def of(self, nodes: Iterable[Node]) -> Node | None:
         """A node that may change the value of one of `nodes`, if there is any."""
         return next(iter(self.all_of(nodes)), None)

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from . import mask_arithmetic, mask_index  # noqa: F401  (they register their handlers)
-from .mask_effects import written
+from .mask_effects import Writers
 from .mask_logic import TRUE, And, Leaf, Leq, Pred, Unknown, atoms, conj, disj, leq, linear, negate, refute
 from .mask_program import INDICES, B, H, K, Program, Q, same
 from .mask_values import HUGE, LOW, NotUnderstood
@@ -75,7 +75,7 @@ def prove_mask(
         if is_causal:
             raise NotUnderstood("is_causal together with a mask")
         visible, form = _read(mask, program, q_size, kv_size)
-        writer = written(mask.graph, program.visited)
+        writer = Writers(mask.graph).spoils(program.visited, mask)
         if writer is not None:
             raise NotUnderstood(f"{writer.name} may change it in place")
         return _specify(mask, visible, form, program, kv_size)

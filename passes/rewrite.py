@@ -214,7 +214,7 @@ class Rewrite(Pass):
             after = plan if site.kind == "read" else site.write
             with graph.inserting_before(site.node if after in (None, site.node) else after.next):
                 if site.kind == "static":
-                    plan = graph.call_function(ops.plan_static, (plan, site.size("S")))
+                    plan = graph.call_function(ops.plan_static, (plan, size_node(graph, site.size("S"))))
                 dense = graph.call_function(ops.gather, (arena, plan))
             if site.axes == "BSHD":
                 with graph.inserting_after(dense):

@@ -92,7 +92,7 @@ class MatchStatic(Pass):
         others = [dim for dim in range(4) if dim != write.dim]
         if not all(same_size(value.shape[dim], tokens.shape[dim]) for dim in others):
             return False
-        if not all(isinstance(value.shape[dim], int) for dim in range(1, 4)):
+        if not all(isinstance(value.shape[dim], int) for dim in (3 - write.dim, 3)):
             return False
         if any(buffer in (site.node, site.past) for site in state.sites):
             return False
