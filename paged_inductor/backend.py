@@ -114,9 +114,13 @@ def _unpaged(
     note: str,
     report: GraphReport | None = None,
 ) -> Callable[..., Any]:
-    """The graph as the inner compiler would have compiled it; paged inputs, if any, become dense at each call."""
+    """The graph as the inner compiler would have compiled it; paged inputs, if any, become dense at each call. A graph
+    that writes to them in place runs eagerly: only then do the writes reach the pages."""
     publish(settings.label, replace(report or GraphReport(()), note=note))
+    handles = [n for n, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs) if isinstance(x, PagedTensor)]
+    if written(gm.graph, handles) is not None:
+        return gm.forward
     run = compile_inner(gm, [make_dense(x) for x in example_inputs], settings.inner, settings.inductor)
-    if not any(isinstance(x, PagedTensor) for x in example_inputs):
+    if not handles:
         return run
     return lambda *args: run(*map(make_dense, args))

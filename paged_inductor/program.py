@@ -163,12 +163,16 @@ class PagedProgram:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
         steps: list[Step] = []
-        for plan in self._plans:
-            step = plan.start(args, self._label)
-            if step is None:
-                undo(steps)
-                return self._run_dense(args)
-            steps.append(step)
+        try:
+            for plan in self._plans:
+                step = plan.start(args, self._label)
+                if step is None:
+                    undo(steps)
+                    return self._run_dense(args)
+                steps.append(step)
+        except BaseException:
+            undo(steps)
+            raise
         inputs = [args[i] for i in self._kept]
         for j in self._densify:
             inputs[j] = inputs[j].dense()
@@ -206,17 +210,24 @@ class PagedProgram:
         return tuple(results)
 
     def _run_dense(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The graph as captured, on dense copies: for caches whose layers do not belong together as they did."""
+        """The graph as captured, on dense copies: for caches whose layers do not belong together as they did, and static
+        ones that are written elsewhere than was foreseen."""
+        in_place = any(plan.static is not None or plan.slide is not None for plan in self._plans)
         manager().counters.dense_fallbacks += 1
         if not self._warned:
             self._warned = True
+            why = (
+                "the layers of the cache it was given no longer share one block table (were some cropped or reordered "
+            )
+            why += "differently?)"
+            if in_place:
+                why += ", or write to positions that are not consecutive or not the same in all layers"
             warnings.warn(
-                f"paged_inductor: a step of {self._label} ran on dense copies, because the layers of the cache it was "
-                "given no longer share one block table (were some cropped or reordered differently?). The tokens are "
-                "right; the step was slower. stats().dense_fallbacks counts such steps.",
+                f"paged_inductor: a step of {self._label} ran on dense copies, because {why}. The tokens are right; the "
+                "step was slower. stats().dense_fallbacks counts such steps.",
                 stacklevel=3,
             )
-        if any(plan.static is not None or plan.slide is not None for plan in self._plans):
+        if in_place:
             return self._dense(*args)  # eager operations on handles write into the pages
         return self._dense(*map(make_dense, args))
 

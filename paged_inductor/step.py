@@ -53,7 +53,8 @@ class Step:
 @dataclass(frozen=True)
 class StaticWrites:
     """Writes of one step into static caches. starts: read the first position from a call's arguments, all of which must
-    agree. length: reads that of the buffers. functional: the step makes new buffers. complete: it writes all sites of the group.
+    agree. length: reads that of the buffers. functional: the step makes new buffers. complete: it writes all sites of
+    the group.
     """
 
     starts: list[StartReader]

@@ -89,7 +89,8 @@ class MatchCreates(Pass):
     def apply(self, state: GraphState) -> int:
         outputs = kept_outputs(state)
         for site in state.sites:
-            site.outputs = _along(outputs.pop(site.node, []), site.axes)
+            kept = _along(outputs.pop(site.node, []), site.axes)
+            site.outputs = [output for output in kept if output.stop is None or site.kind != "static"]
         writers = Writers(state.gm.graph)
         axes = self._kept_by_attention(state, outputs, writers)
         for node in outputs:

@@ -96,6 +96,9 @@ class MatchStatic(Pass):
             return False
         if any(buffer in (site.node, site.past) for site in state.sites):
             return False
+        made = write.node if write.functional else buffer if facts is None and buffer.op != "placeholder" else None
+        if made is not None and not any(output in (made, write.node) for output in state.outputs):
+            return False  # nobody keeps it
         wanted = [] if write.functional else [write.node]
         early = [user for user in buffer.users if user is not write.node and order[user] < order[write.node]]
         if write.functional:

@@ -28,6 +28,8 @@ def refusal(value: Tensor) -> str:
         return "it is a handle already"
     if value.requires_grad or value._base is not None:
         return "it needs gradients or is a view of another tensor"
+    if not value.untyped_storage().resizable():
+        return "its memory is shared with something other than torch, such as a numpy array"
     if torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2:  # type: ignore[attr-defined]
         return "another tensor shares its memory"  # one user is the tensor, the other our look at its storage
     if value._use_count() != 1:  # type: ignore[attr-defined]
