@@ -30,6 +30,7 @@ class MatchAttention(Pass):
         self._returned = set(kept_outputs(state))
         self._axes = {node: site.axes for site in state.sites for node in site.nodes}
         self._writers = Writers(state.gm.graph)
+        self._known: dict[str, Node] = {}
         for node in list(state.gm.graph.nodes):
             if is_call(node, SDPA):
                 state.attentions.append(self._match(node))
@@ -73,7 +74,9 @@ class MatchAttention(Pass):
         query = argument(node, 0, "query")
         refused = AttentionSite(node, query, shape(query)[2], "flex_attention")
         try:
-            lowered = lower(gm, node)
+            inputs = [n for n in node.all_input_nodes if is_tensor(n)]
+            changes = self._writers.between(inputs, node, gm.graph.output_node(), set())
+            lowered = lower(gm, node, {} if changes else self._known)
         except NotLowered as reason:
             refused.reason = str(reason)
             return refused

@@ -86,7 +86,8 @@ class NormalizeAttention(Pass):
             if site.paged and site.by_hand is not None and site.key is not None and site.key.kind != "create":
                 self._normalize(state.gm.graph, site, site.by_hand)
                 found += 1
-            elif site.lowered is not None:
+        for site in reversed(state.attentions):
+            if site.lowered is not None and not site.lowered.scores._erased:  # it was not made one node
                 site.node = site.lowered.undo()
         return found
 
@@ -118,7 +119,7 @@ class NormalizeAttention(Pass):
         for link in reversed(found.chain):
             graph.erase_node(link)
         if site.lowered is not None:
-            site.lowered.commit()
+            site.lowered.commit(site.mask_node)
 
     def _mask(self, emit: Emitter, steps: list[BiasStep], heads: int) -> Node | None:
         """What is added to the scores or selects among them, as one tensor; one for all layers that share it."""

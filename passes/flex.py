@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from .emit import Emitter
 from .mask_program import FUNCTIONS, METHODS
-from .symbols import UnknownSize, size_node
+from .symbols import UnknownSize
 from .tensors import hint, is_call, is_tensor, shape
 
 __all__ = ["Lowered", "NotLowered", "is_flex_attention", "lower"]
@@ -30,7 +30,7 @@ class NotLowered(Exception):
 class Lowered:
     """A flex_attention, and the same attention written by hand, which has taken its place.
 
-    scores: the product of queries and keys. inserted: all nodes that were added, in order.
+    scores: the product of queries and keys. inserted: the nodes that were added, in order; others may share them.
     """
 
     flex: Node
@@ -40,17 +40,21 @@ class Lowered:
     inserted: list[Node]
 
     def undo(self) -> Node:
-        """Put the flex_attention back; returns its node."""
+        """Put the flex_attention back; returns its node. Those that were lowered later go first."""
         self.output.replace_all_uses_with(self.result)
-        for node in reversed(self.inserted):
-            node.graph.erase_node(node)
+        _erase(self.inserted)
         return self.flex
 
-    def commit(self) -> None:
-        """Remove the flex_attention, and what was added for nothing."""
-        for node in (self.result, self.flex, *reversed(self.inserted)):
-            if not node._erased and not node.users:
-                node.graph.erase_node(node)
+    def commit(self, mask: Node | None) -> None:
+        """Remove the flex_attention, and what was added for nothing; `mask` stays."""
+        _erase([self.flex, self.result])
+        _erase([node for node in self.inserted if node is not mask])
+
+
+def _erase(nodes: list[Node]) -> None:
+    for node in reversed(nodes):
+        if not node._erased and not node.users:
+            node.graph.erase_node(node)
 
 
 def is_flex_attention(node: Node) -> bool:
@@ -58,19 +62,21 @@ def is_flex_attention(node: Node) -> bool:
     return is_call(node, (torch.ops.higher_order.flex_attention,))
 
 
-def lower(gm: GraphModule, flex: Node) -> Lowered:
-    """Write `flex` by hand, in its place. Raises `NotLowered` and leaves the graph as it was."""
+def lower(gm: GraphModule, flex: Node, known: dict[str, Node] | None = None) -> Lowered:
+    """Write `flex` by hand, in its place. Raises `NotLowered` and leaves the graph as it was.
+
+    known: what was inserted for others, and holds the same values here: layers share their masks.
+    """
     used = [user for user in flex.users if user.users]
     if len(used) != 1 or not is_call(used[0], (operator.getitem,)) or used[0].args[1] != 0:
         raise NotLowered("its log-sum-exp or its maximum is read, too")
     for user in [user for user in flex.users if not user.users]:
         gm.graph.erase_node(user)
-    emit = Emitter(gm.graph, flex)
+    emit = Emitter(gm.graph, flex, known)
     try:
         scores, output = _write(gm, flex, emit)
     except (NotLowered, UnknownSize) as reason:
-        for node in reversed(emit.inserted):
-            gm.graph.erase_node(node)
+        _erase(emit.inserted)
         raise NotLowered(str(reason)) from None
     used[0].replace_all_uses_with(output)
     return Lowered(flex, used[0], scores, output, emit.inserted)
@@ -85,7 +91,7 @@ def _write(gm: GraphModule, flex: Node, emit: Emitter) -> tuple[Node, Node]:
     columns = emit.method("transpose", emit.method("unsqueeze", key, 2), -2, -1)
     product = emit(torch.matmul, rows, columns)
     scores = emit(operator.mul, emit.method("flatten", product, 1, 2), scale)
-    index = _indices(gm, flex, emit, [shape(query)[0], heads, shape(query)[2], shape(key)[2]])
+    index = _indices(emit, query, key)
     scores = _inline(gm, score_mod, emit, [scores, *index, *score_args])
     visible = _visible(gm, block_mask, mask_args, emit, index)
     if visible is not None:
@@ -97,14 +103,11 @@ def _write(gm: GraphModule, flex: Node, emit: Emitter) -> tuple[Node, Node]:
     return product, emit.method("flatten", output, 1, 2)
 
 
-def _indices(gm: GraphModule, flex: Node, emit: Emitter, sizes: list[int | torch.SymInt]) -> list[Node]:
+def _indices(emit: Emitter, query: Node, key: Node) -> list[Node]:
     """Index tensors of batch, head, query and key, each along its own of four dimensions."""
-    device = flex.args[0].meta["example_value"].device  # type: ignore[union-attr]
     result = []
-    for dim, size in enumerate(sizes):
-        with gm.graph.inserting_before(flex):
-            count = size_node(gm.graph, size)
-        index = emit(torch.arange, count, dtype=torch.int64, device=device)
+    for dim, size in enumerate((*shape(query)[:3], shape(key)[2])):
+        index = emit(torch.arange, emit.size(size), dtype=torch.int64, device=emit.device(query))
         result.append(emit.method("view", index, *(-1 if dim == other else 1 for other in range(4))))
     return result
 
