@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .base import AttentionSite, CacheSite, GraphState, Pass
 from .by_hand import check
 from .caches import kept_outputs
+from .flex import NotLowered, is_flex_attention, lower
 from .hand_written import HandWritten, follow_scores
 from .heads import MERGED, Heads, trace_heads
 from .mask_effects import Writers
@@ -29,9 +30,12 @@ class MatchAttention(Pass):
         self._returned = set(kept_outputs(state))
         self._axes = {node: site.axes for site in state.sites for node in site.nodes}
         self._writers = Writers(state.gm.graph)
-        for node in state.gm.graph.nodes:
+        self._known: dict[str, Node] = {}
+        for node in list(state.gm.graph.nodes):
             if is_call(node, SDPA):
                 state.attentions.append(self._match(node))
+            elif is_flex_attention(node):
+                state.attentions.append(self._match_flex(state.gm, node))
             elif found := follow_scores(node, lambda product: not isinstance(self._key(product), str)):
                 state.attentions.append(self._match_by_hand(found))
         return len(state.attentions)
@@ -65,14 +69,36 @@ class MatchAttention(Pass):
     def _key(self, product: Product) -> tuple[tuple[Node, str], Heads] | str:
         return self._trace(product.right, product.right_axes("D", "S"))
 
+    def _match_flex(self, gm: GraphModule, node: Node) -> AttentionSite:
+        """As attention written by hand, which takes its place for as long as it may read pages."""
+        query = argument(node, 0, "query")
+        refused = AttentionSite(node, query, shape(query)[2], "flex_attention")
+        try:
+            inputs = [n for n in node.all_input_nodes if is_tensor(n)]
+            changes = self._writers.between(inputs, node, gm.graph.output_node(), set())
+            lowered = lower(gm, node, {} if changes else self._known)
+        except NotLowered as reason:
+            refused.reason = str(reason)
+            return refused
+        found = follow_scores(lowered.scores, lambda product: True)
+        assert found is not None
+        site = self._match_by_hand(found)
+        site.form = site.form.replace("by hand", "flex_attention")
+        site.lowered = lowered
+        if site.reason:
+            lowered.undo()
+            refused.reason = site.reason
+            return refused
+        return site
+
     def _match_by_hand(self, found: HandWritten) -> AttentionSite:
         product = found.scores.product
         site = AttentionSite(found.output.node, product.left, shape(product.node)[-2], found.summary, found)
         key, value = self._key(product), self._trace(found.output.right, found.output.right_axes("S", "D"))
-        site.reason = found.fault or next((x for x in (key, value) if isinstance(x, str)), "")
-        if site.reason:
+        if found.fault or isinstance(key, str) or isinstance(value, str):
+            site.reason = found.fault or (key if isinstance(key, str) else str(value))
             return site
-        (cache, key_heads), (values, value_heads) = key, value  # type: ignore[misc]
+        (cache, key_heads), (values, value_heads) = key, value
         total = _heads(cache) * key_heads.repeats
         site.num_heads = next(iter(found.scores.heads), total)
         site.key_scale = key_heads.scale

@@ -11,6 +11,7 @@ import torch
 from torch import SymInt
 from torch.fx import GraphModule, Node
 
+from .flex import Lowered
 from .hand_written import HandWritten
 from .masks import MaskSpec
 
@@ -160,6 +161,7 @@ class AttentionSite:
     num_queries: int | SymInt
     form: str = "sdpa"
     by_hand: HandWritten | None = None
+    lowered: Lowered | None = None
     num_heads: int = 0
     key_scale: float = 1.0
     key: CacheSite | None = None

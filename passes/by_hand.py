@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from .base import AttentionSite, GraphState, Pass
+from .emit import Emitter
 from .hand_written import HandWritten
 from .mask_effects import Writers
 from .mask_values import HUGE
@@ -53,7 +53,7 @@ def check(found: HandWritten, key: tuple[Node, str], heads: int, converted: bool
 def _narrow(query: Node, cache: Node) -> Node | None:
     """What was widened to become the query, if it had the cache's dtype."""
     source = query.args[0] if is_call(query, (), ("to", "float", "type", "double", "type_as")) else None
-    same = is_tensor(source) and source.meta["example_value"].dtype == cache.meta["example_value"].dtype  # type: ignore[union-attr]
+    same = is_tensor(source) and source.meta["example_value"].dtype == cache.meta["example_value"].dtype
     return source if same else None  # type: ignore[return-value]
 
 
@@ -86,17 +86,20 @@ class NormalizeAttention(Pass):
             if site.paged and site.by_hand is not None and site.key is not None and site.key.kind != "create":
                 self._normalize(state.gm.graph, site, site.by_hand)
                 found += 1
+        for site in reversed(state.attentions):
+            if site.lowered is not None and not site.lowered.scores._erased:  # it was not made one node
+                site.node = site.lowered.undo()
         return found
 
     def _normalize(self, graph: Graph, site: AttentionSite, found: HandWritten) -> None:
         assert site.key is not None and site.value is not None
         scores, product, output = found.scores, found.scores.product, found.output
         heads = site.num_heads
-        emit = _Emitter(graph, output.node)
+        emit = Emitter(graph, output.node)
         query = emit(torch.permute, product.left, product.left_order) if product.moves_left else product.left
         for tensor, divides in scores.query_factors:
             query = emit(torch.div if divides else torch.mul, query, tensor)
-        query = emit.grouped(query, product.lead, heads)
+        query = _grouped(emit, query, product.lead, heads)
         dtype = site.key.node.meta["example_value"].dtype
         if query.meta["example_value"].dtype != dtype:
             query = emit.method("to", query, dtype)
@@ -115,8 +118,10 @@ class NormalizeAttention(Pass):
         output.node.replace_all_uses_with(result)
         for link in reversed(found.chain):
             graph.erase_node(link)
+        if site.lowered is not None:
+            site.lowered.commit(site.mask_node)
 
-    def _mask(self, emit: _Emitter, steps: list[BiasStep], heads: int) -> Node | None:
+    def _mask(self, emit: Emitter, steps: list[BiasStep], heads: int) -> Node | None:
         """What is added to the scores or selects among them, as one tensor; one for all layers that share it."""
         key = (heads, *steps)
         if key in self._masks:
@@ -129,7 +134,7 @@ class NormalizeAttention(Pass):
         return mask
 
 
-def _as_written(emit: _Emitter, node: Node, output: Product) -> Node:
+def _as_written(emit: Emitter, node: Node, output: Product) -> Node:
     """The attention's result [B, H, Q, D] laid out and typed as the product that it replaces."""
     dtype = output.node.meta["example_value"].dtype
     if node.meta["example_value"].dtype != dtype:
@@ -145,7 +150,7 @@ def _as_written(emit: _Emitter, node: Node, output: Product) -> Node:
     return node
 
 
-def _apply(emit: _Emitter, step: BiasStep, mask: Node | None, heads: int) -> Node | None:
+def _apply(emit: Emitter, step: BiasStep, mask: Node | None, heads: int) -> Node | None:
     """`mask` (None, bool or float) after one more step.
 
     Scores that were replaced by a finite number get the lowest one added: the score vanishes in it, so that a row of
@@ -162,8 +167,10 @@ def _apply(emit: _Emitter, step: BiasStep, mask: Node | None, heads: int) -> Nod
         least = emit(torch.full, (), value, dtype=mask.meta["example_value"].dtype, device=emit.device(mask))
         return emit(torch.maximum, mask, least)
     assert step.tensor is not None
-    tensor = emit.broadcast(step, heads)
+    tensor = _broadcast(emit, step, heads)
     if step.kind in ("add", "sub"):
+        if not tensor.meta["example_value"].is_floating_point():
+            tensor = emit.method("to", tensor, torch.float32)
         tensor = emit(torch.neg, tensor) if step.kind == "sub" else tensor
         if mask is None:
             return tensor
@@ -180,53 +187,23 @@ def _apply(emit: _Emitter, step: BiasStep, mask: Node | None, heads: int) -> Nod
     return emit(torch.where, tensor, rest, value) if shown else emit(torch.where, tensor, value, rest)
 
 
-class _Emitter:
-    """Inserts calls before a node; each new node knows its value's shape and dtype, and no guard is added."""
-
-    def __init__(self, graph: Graph, before: Node) -> None:
-        self._graph, self._before = graph, before
-
-    def __call__(self, function: Callable[..., Tensor], *args: object, **kwargs: object) -> Node:
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(function, args, kwargs)  # type: ignore[arg-type]
-        node.meta["example_value"] = self.example(function, *args, **kwargs)
+def _grouped(emit: Emitter, node: Node, lead: int, heads: int) -> Node:
+    """`node`, laid out with `lead` dimensions of batch and heads before its last two, as [B, H, ...]."""
+    if lead == 2:
         return node
+    return emit.method("unflatten", node, 0, (-1, heads)) if lead == 1 else emit.method("flatten", node, 1, 2)
 
-    def method(self, name: str, *args: object) -> Node:
-        """A call of a tensor's method."""
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_method(name, args)  # type: ignore[arg-type]
-        node.meta["example_value"] = self.example(getattr(Tensor, name), *args)
+
+def _broadcast(emit: Emitter, step: BiasStep, heads: int) -> Node:
+    """The tensor of a step, which is broadcast to scores, as one that is broadcast to [B, H, Q, S]."""
+    node = step.tensor
+    assert node is not None
+    sizes = shape(node)
+    if step.lead == 2 or len(sizes) <= 2 or (step.lead == 1 and sizes[0] == 1):
         return node
-
-    def example(self, function: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
-        """What a call gives for the example values of its arguments."""
-        mode = next(a for a in self._before.all_input_nodes if is_tensor(a)).meta["example_value"].fake_mode
-        values = [a.meta["example_value"] if isinstance(a, Node) else a for a in args]
-        with mode, mode.shape_env.suppress_guards():
-            return function(*values, **kwargs)
-
-    @staticmethod
-    def device(node: Node) -> torch.device:
-        """Where a node's value lives."""
-        return node.meta["example_value"].device
-
-    def grouped(self, node: Node, lead: int, heads: int) -> Node:
-        """`node`, laid out with `lead` dimensions of batch and heads before its last two, as [B, H, ...]."""
-        if lead == 2:
-            return node
-        return self.method("unflatten", node, 0, (-1, heads)) if lead == 1 else self.method("flatten", node, 1, 2)
-
-    def broadcast(self, step: BiasStep, heads: int) -> Node:
-        """The tensor of a step, which is broadcast to scores, as one that is broadcast to [B, H, Q, S]."""
-        node = step.tensor
-        assert node is not None
-        sizes = shape(node)
-        if step.lead == 2 or len(sizes) <= 2 or (step.lead == 1 and sizes[0] == 1):
-            return node
-        if step.lead == 3:
-            for _ in range(5 - len(sizes)):
-                node = self.method("unsqueeze", node, 0)
-            if any(size != 1 for size in shape(node)[1:3]):
-                node = self.method("expand", node, -1, *step.groups, -1, -1)
-        return self.grouped(node, step.lead, heads)
+    if step.lead == 3:
+        for _ in range(5 - len(sizes)):
+            node = emit.method("unsqueeze", node, 0)
+        if any(size != 1 for size in shape(node)[1:3]):
+            node = emit.method("expand", node, -1, *step.groups, -1, -1)
+    return _grouped(emit, node, step.lead, heads)

@@ -91,7 +91,8 @@ class _Walk:
             return ""
         assert following is not None
         self.chain.append(following)
-        fault = fault or (self._weigh(following, node) if self._normalized else self._score(following, node))
+        own = self._weigh(following, node) if self._normalized else self._score(following, node)
+        fault = fault or own
         if fault and len(shape(following)) < 3:
             self.lost = True
         return fault

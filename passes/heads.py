@@ -25,8 +25,8 @@ _DIV = (operator.truediv, torch.div, torch.divide, torch.true_divide)
 class Heads:
     """How the dimensions of an attention's K or V came from a cache.
 
-    axes: by dimension; "HR" are repeated heads, "BH" and "BHR" heads merged with the batch. repeats: of each head. scale:
-    what the values were multiplied with. converted: which node made a wider float of them, for people ("" if none did).
+    axes: by dimension; "HR" are repeated heads, "BH" and "BHR" heads merged with the batch. repeats: of each head.
+    scale: what the values were multiplied with. converted: which node made a wider float of them, for people, or "".
     """
 
     def __init__(self, axes: str) -> None:

@@ -104,6 +104,8 @@ def _effects(node: Node) -> tuple[list[Node], list[Node]]:
             return (own if target is operator.getitem else []), []
         if target is getattr:
             return own, []
+        if target is torch.ops.higher_order.flex_attention:
+            return [], []
         if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return _of_schemas(node, _schemas(target))
         name = getattr(target, "__name__", "")

@@ -93,7 +93,7 @@ def _batched(node: Node, left: Node, right: Node, *rest: object) -> Product | No
         return None
     order = tuple(range(ndim))
     dims = (*range(ndim - 2), "C", "N")
-    return Product(node, ndim - 2, left, order, right, dims, order, *rest)  # type: ignore[arg-type]
+    return Product(node, ndim - 2, left, order, right, dims, order, *rest)
 
 
 def _einsum(node: Node, weights: Node | None) -> Product | None:
@@ -103,7 +103,7 @@ def _einsum(node: Node, weights: Node | None) -> Product | None:
         return None
     if not all(map(is_tensor, operands)) or not is_tensor(node):
         return None
-    labels = _labels(node.args[0], [*operands, node])  # type: ignore[list-item]
+    labels = _labels(node.args[0], [*operands, node])
     if labels is None:
         return None
     first, second, out = labels
@@ -129,7 +129,7 @@ def _einsum(node: Node, weights: Node | None) -> Product | None:
     out_order = tuple(canonical.index(x) for x in out)
     if weights is None and out_order != tuple(range(len(out))):
         return None
-    return Product(node, len(lead), left, order, right, tuple(names[x] for x in b), out_order)  # type: ignore[arg-type]
+    return Product(node, len(lead), left, order, right, tuple(names[x] for x in b), out_order)
 
 
 def _labels(equation: str, tensors: Sequence[Node]) -> list[str] | None:

@@ -16,9 +16,9 @@ class SiteReport:
     """One attention of a graph, or one cache that no attention of it reads.
 
     site: its name. layout: the cache's axes, as "BHSD". form: how the cache comes about ("append by cat", "create by
-    cat", "create by returned", "read by input"). attention: how it is spelled ("sdpa", "by hand: softcap 50, sinks"), ""
-    for a cache. mask: what was proven of the mask. paged: whether K and V live in
-    pages. reason: why not, or what still reads a dense copy of them. bytes_per_token: of its caches.
+    cat", "create by returned", "read by input"). attention: how it is spelled ("sdpa", "by hand: softcap 50, sinks",
+    "flex_attention"). mask: what was proven of the mask. paged: whether K and V live in pages. reason: why not, or what
+    still reads a dense copy of them. bytes_per_token: of its caches.
     """
 
     site: str

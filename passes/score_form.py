@@ -103,7 +103,7 @@ class ScoreForm:
 
     def regroup(self, node: Node) -> str:
         """Take in a view that groups batch and heads differently."""
-        before, after = shape(node.args[0]), shape(node)  # type: ignore[arg-type]
+        before, after = shape(node.args[0]), shape(node)
         if len(after) not in (3, 4, 5) or not all(map(same_size, before[-2:], after[-2:])):
             return f"{node.name} reshapes more than batch and heads"
         if len(after) > 3 and len(before) > 3 and not same_size(before[0], after[0]):
@@ -128,11 +128,11 @@ class ScoreForm:
         return f"{node.name} ({node.target}) changes the scores in a way that is not understood"
 
     def _add(self, node: Node, other: object, kind: str) -> str:
-        if not is_tensor(other) or not other.meta["example_value"].is_floating_point():  # type: ignore[union-attr]
-            return f"{node.name} adds something that is no float tensor"
+        if not is_tensor(other) or other.meta["example_value"].dtype == torch.bool:
+            return f"{node.name} adds something that is no tensor of numbers"
         if any(step.value > HUGE for step in self.bias if step.kind in ("hide", "show")):
             return f"{node.name} adds to scores that were replaced by a finite number"
-        self.bias.append(BiasStep(kind, other, 0.0, self.lead, self._groups(node)))  # type: ignore[arg-type]
+        self.bias.append(BiasStep(kind, other, 0.0, self.lead, self._groups(node)))
         return ""
 
     def _groups(self, node: Node) -> tuple[int, ...]:
@@ -158,10 +158,10 @@ class ScoreForm:
     def _multiply_tensor(self, node: Node, other: object, divides: bool) -> str:
         if not is_tensor(other) or self.bias or self._capped is not None or self.lead != self.product.lead:
             return f"{node.name} scales the scores by something other than a number"
-        sizes = shape(other)  # type: ignore[arg-type]
+        sizes = shape(other)
         if sizes and not same_size(sizes[-1], 1):
             return f"{node.name} scales the scores differently for each key"
-        self.query_factors.append((other, divides))  # type: ignore[arg-type]
+        self.query_factors.append((other, divides))
         return ""
 
     def _cap(self, node: Node) -> str:
@@ -186,14 +186,14 @@ class ScoreForm:
 
     def _replace(self, kind: str, node: Node, mask: object, by: object) -> str:
         value = number(by)
-        if not is_tensor(mask) or mask.meta["example_value"].dtype != torch.bool:  # type: ignore[union-attr]
+        if not is_tensor(mask) or mask.meta["example_value"].dtype != torch.bool:
             return f"{node.name} masks the scores by something that is no bool tensor"
         if value is None or value > MASKED:
             return f"{node.name} replaces masked scores by {by}, which does not hide them"
         finite = {step.value for step in self.bias if step.kind in ("hide", "show")} | {value}
         if len(finite - {-math.inf}) > 1:
             return f"{node.name} replaces masked scores by another number than before"
-        self.bias.append(BiasStep(kind, mask, value, self.lead, self._groups(node)))  # type: ignore[arg-type]
+        self.bias.append(BiasStep(kind, mask, value, self.lead, self._groups(node)))
         return ""
 
     def _floor(self, node: Node) -> str:
@@ -217,14 +217,12 @@ class ScoreForm:
 
 def number(value: object) -> float | None:
     """A Python number, or what a node that makes a constant of no dimensions holds; None for anything else."""
-    if isinstance(value, bool | int | float):
-        return float(value)
-    if is_call(value, (torch.tensor, torch.scalar_tensor)) or (is_call(value, (torch.full,)) and shape(value) == ()):  # type: ignore[arg-type]
-        names = ("fill_value",) if is_call(value, (torch.full,)) else ("data", "s")
-        args = value.args[1:] if "fill_value" in names else value.args  # type: ignore[union-attr]
-        given = args[0] if args else next((value.kwargs[n] for n in names if n in value.kwargs), None)  # type: ignore[union-attr]
-        return float(given) if isinstance(given, int | float) else None
-    return None
+    if isinstance(value, Node) and is_tensor(value) and not shape(value):
+        if is_call(value, (torch.full,)):
+            value = argument(value, 1, "fill_value")
+        elif is_call(value, (torch.tensor, torch.scalar_tensor)):
+            value = argument(value, 0, "data", value.kwargs.get("s"))
+    return float(value) if isinstance(value, int | float) else None
 
 
 def is_conversion(node: Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -13,7 +13,7 @@ from torch.fx import Node
 __all__ = ["argument", "expr", "hint", "is_call", "is_tensor", "same_size", "shape"]
 
 
-def is_tensor(node: object) -> bool:
+def is_tensor(node: object) -> TypeGuard[Node]:
     """Whether `node` is an FX node whose value is a tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 

@@ -222,7 +222,8 @@ def decode_attention(
 _library = torch.library.Library("paged_inductor", "FRAGMENT")
 _library.define(
     "decode(Tensor q, Tensor k_arena, Tensor v_arena, Tensor table, Tensor row, Tensor slot_bias, Tensor of_row, "
-    "Tensor count, Tensor? mask_bias, Tensor? mask_padding, float scale, float? softcap=None, Tensor? sinks=None) -> Tensor"
+    "Tensor count, Tensor? mask_bias, Tensor? mask_padding, float scale, float? softcap=None, Tensor? sinks=None) "
+    "-> Tensor"
 )
 
 

@@ -48,8 +48,8 @@ def attention(
     mask alone decides about virtual padding, whose keys and values are zeros. A query that sees nothing gives zeros.
     A plan from `plan_window` must be of the same causal_offset and window.
 
-    `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks`, float [H_q], are logits
-    of one more key per head that has no value: they only add exp(sink) to the softmax's denominator.
+    `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks`, float [H_q], are
+    logits of one more key per head that has no value: they only add exp(sink) to the softmax's denominator.
     """
     dense = None if mask is None else mask.mask
     if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):
