@@ -1,8 +1,8 @@
-"""`python -m benchmarks.coverage [--only TEXT] [--tokens N]`: run the cases, each in a process of its own.
+"""`python -m benchmarks.coverage [--only TEXT ...] [--tokens N]`: run the cases, each in a process of its own.
 
-Writes benchmarks/results/coverage.json, where a run replaces the earlier one with the same versions of torch and
-transformers, and from all runs docs/coverage.md. With --only, cases whose names contain TEXT are run, and replace their
-rows alone. --print writes nothing.
+Writes benchmarks/results/coverage.json, where a row replaces the earlier one of the same versions of torch and
+transformers, and from all rows docs/coverage.md. Each row is written as soon as it is known; with --only, the cases
+whose names contain one of the texts are run. --print writes nothing.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="which models are paged, and what of them")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    parser.add_argument("--print", action="store_true", help="write nothing")
+    parser.add_argument("--only", nargs="+", default=[""], help="run the cases whose name contains one of these")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens per run (40)")
+    parser.add_argument("--print", action="store_true", help="write nothing")
     options = parser.parse_args()
-    rows = []
     for case in CASES:
-        if options.only.lower() in f"{case.package} {case.model} {case.cache}".lower():
-            rows.append(run_case(case, options.tokens))
-            print(json.dumps(rows[-1]), flush=True)
-    if not options.print:
-        write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": rows})
+        name = f"{case.package} {case.model} {case.cache}".lower()
+        if any(text.lower() in name for text in options.only):
+            row = run_case(case, options.tokens)
+            print(json.dumps(row), flush=True)
+            if not options.print:
+                write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": [row]})
 
 
 def write(run: dict[str, Any]) -> None:
