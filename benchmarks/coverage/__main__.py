@@ -23,7 +23,7 @@ from benchmarks.harness import RESULTS, machine
 
 from .case import Case, examine, fresh
 from .cases import CASES
-from .page import write_page
+from .page import PAGE, page, row_key
 
 PATH = RESULTS / "coverage.json"
 PATIENCE = 900  # seconds for all modes of a case
@@ -91,16 +91,12 @@ def write(run: dict[str, Any]) -> None:
     """Put the rows of `run` among the results, in the order of the cases, and write the page."""
     runs = json.loads(PATH.read_text())["runs"] if PATH.exists() else []
     earlier = next((old for old in runs if _environment(old) == _environment(run)), {"rows": []})
-    rows = {_key(row): row for row in (*earlier["rows"], *run["rows"])}
+    rows = {row_key(row): row for row in (*earlier["rows"], *run["rows"])}
     run["rows"] = [rows[key] for case in CASES if (key := (case.package, case.model, case.cache)) in rows]
     runs = [old for old in runs if old is not earlier] + [run]
     runs.sort(key=lambda each: [int(part) for part in each["versions"]["transformers"].split(".")], reverse=True)
     PATH.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-    write_page(runs)
-
-
-def _key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["package"], row["model"], row["cache"]
+    PAGE.write_text(page(runs))
 
 
 def _environment(run: dict[str, Any]) -> tuple[str, str]:
