@@ -1,8 +1,8 @@
-"""`python -m benchmarks.coverage [--only TEXT] [--tokens N]`: run the cases, each in a process of its own.
+"""`python -m benchmarks.coverage [--only TEXT ...] [--tokens N]`: run the cases, each in a process of its own.
 
-Writes benchmarks/results/coverage.json, where a run replaces the earlier one with the same versions of torch and
-transformers, and from all runs docs/coverage.md. With --only, cases whose names contain TEXT are run, and replace their
-rows alone. --print writes nothing.
+Writes benchmarks/results/coverage.json, where a row replaces the earlier one of the same versions of torch and
+transformers, and from all rows docs/coverage.md. Each row is written as soon as it is known; with --only, the cases
+whose names contain one of the texts are run. --print writes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.harness import RESULTS, machine
 
 from .case import Case, examine, fresh
 from .cases import CASES
-from .page import write_page
+from .page import PAGE, page, row_key
 
 PATH = RESULTS / "coverage.json"
 PATIENCE = 900  # seconds for all modes of a case
@@ -74,33 +74,29 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="which models are paged, and what of them")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    parser.add_argument("--print", action="store_true", help="write nothing")
+    parser.add_argument("--only", nargs="+", default=[""], help="run the cases whose name contains one of these")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens per run (40)")
+    parser.add_argument("--print", action="store_true", help="write nothing")
     options = parser.parse_args()
-    rows = []
     for case in CASES:
-        if options.only.lower() in f"{case.package} {case.model} {case.cache}".lower():
-            rows.append(run_case(case, options.tokens))
-            print(json.dumps(rows[-1]), flush=True)
-    if not options.print:
-        write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": rows})
+        name = f"{case.package} {case.model} {case.cache}".lower()
+        if any(text.lower() in name for text in options.only):
+            row = run_case(case, options.tokens)
+            print(json.dumps(row), flush=True)
+            if not options.print:
+                write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": [row]})
 
 
 def write(run: dict[str, Any]) -> None:
     """Put the rows of `run` among the results, in the order of the cases, and write the page."""
     runs = json.loads(PATH.read_text())["runs"] if PATH.exists() else []
     earlier = next((old for old in runs if _environment(old) == _environment(run)), {"rows": []})
-    rows = {_key(row): row for row in (*earlier["rows"], *run["rows"])}
+    rows = {row_key(row): row for row in (*earlier["rows"], *run["rows"])}
     run["rows"] = [rows[key] for case in CASES if (key := (case.package, case.model, case.cache)) in rows]
     runs = [old for old in runs if old is not earlier] + [run]
     runs.sort(key=lambda each: [int(part) for part in each["versions"]["transformers"].split(".")], reverse=True)
     PATH.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-    write_page(runs)
-
-
-def _key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["package"], row["model"], row["cache"]
+    PAGE.write_text(page(runs))
 
 
 def _environment(run: dict[str, Any]) -> tuple[str, str]:

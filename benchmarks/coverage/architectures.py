@@ -126,6 +126,7 @@ ARCHITECTURES = (
         "MptForCausalLM",
         {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "use_cache": True, "max_seq_len": 256},
         deviation=0.5,
+        varied=True,
     ),
     Architecture(
         "OPT",

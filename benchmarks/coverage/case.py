@@ -102,7 +102,7 @@ def examine(subject: Subject, mode: str, new_tokens: int) -> Outcome:
             run, fault = Run(expected, []), f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     graphs = paged_inductor.explain(part).graphs
     sites = [site for graph in _last_step(graphs, marks) for site in graph.sites]
-    attention = [site for site in sites if site.mask or not site.paged]  # the others are caches that none reads
+    attention = [site for site in sites if site.attention]
     books = paged_inductor.stats()
     return Outcome(
         mode,

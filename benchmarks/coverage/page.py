@@ -26,18 +26,20 @@ its logits move when the oldest cached values are disturbed.
 """
 
 
-def write_page(runs: list[dict[str, Any]]) -> None:
-    """The newest run in full; of the others, the rows that differ."""
+def page(runs: list[dict[str, Any]]) -> str:
+    """The text of docs/coverage.md: the newest run in full; of the others, the rows that differ."""
     newest, *others = runs
     parts = [INTRODUCTION.format(tokens=newest["new_tokens"]), _heading(newest), _table(newest, newest["rows"])]
-    known = {_key(row): _cells(newest, row) for row in newest["rows"]}
+    known = {row_key(row): _cells(newest, row) for row in newest["rows"]}
     for run in others:
-        rows = [row for row in run["rows"] if _known(run, row) and _cells(run, row)[2:] != known.get(_key(row), [])[2:]]
+        rows = [
+            row for row in run["rows"] if _known(run, row) and _cells(run, row)[2:] != known.get(row_key(row), [])[2:]
+        ]
         parts.append(_heading(run))
         same = len([row for row in run["rows"] if _known(run, row)]) - len(rows)
         parts.append(f"{same} rows are the same." + (" These differ:\n" if rows else ""))
         parts += [_table(run, rows)] if rows else []
-    PAGE.write_text("\n".join(parts) + "\n")
+    return "\n".join(parts) + "\n"
 
 
 def _known(run: dict[str, Any], row: dict[str, Any]) -> bool:
@@ -45,7 +47,8 @@ def _known(run: dict[str, Any], row: dict[str, Any]) -> bool:
     return not row["package"] or bool(run["versions"][row["package"]])
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+def row_key(row: dict[str, Any]) -> tuple[str, str, str]:
+    """What names a row: package, model, cache."""
     return row["package"], row["model"], row["cache"]
 
 
