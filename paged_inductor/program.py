@@ -210,8 +210,8 @@ class PagedProgram:
         return tuple(results)
 
     def _run_dense(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The graph as captured, on dense copies: for caches whose layers do not belong together as they did, and static
-        ones that are written elsewhere than was foreseen."""
+        """The graph as captured, on dense copies: for caches whose layers do not belong together as they did, and
+        static ones that are written elsewhere than was foreseen."""
         in_place = any(plan.static is not None or plan.slide is not None for plan in self._plans)
         manager().counters.dense_fallbacks += 1
         if not self._warned:
@@ -223,8 +223,8 @@ class PagedProgram:
             if in_place:
                 why += ", or write to positions that are not consecutive or not the same in all layers"
             warnings.warn(
-                f"paged_inductor: a step of {self._label} ran on dense copies, because {why}. The tokens are right; the "
-                "step was slower. stats().dense_fallbacks counts such steps.",
+                f"paged_inductor: a step of {self._label} ran on dense copies, because {why}. The tokens are right; "
+                "the step was slower. stats().dense_fallbacks counts such steps.",
                 stacklevel=3,
             )
         if in_place:
