@@ -22,6 +22,7 @@ from .passes.symbols import UnknownSize
 from .program import PagedProgram, describe, make_dense, plan_groups, site_spec
 from .reports import publish
 from .tensor import PagedTensor
+from .triangles import Triangles
 
 __all__ = ["BackendOptions", "paged_inductor"]
 
@@ -77,10 +78,11 @@ def paged_inductor(
     def arena_strides(site: CacheSite) -> tuple[int, ...]:
         return site_spec(site).strides(block_size)
 
+    triangles = Triangles(placeholders, example_inputs)
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     single_rows = settings.inner == "inductor" and on_cpu
     try:
-        state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows)
+        state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows, triangles.numbers)
         plans = [] if state.adoptions else plan_groups(gm, state, example_inputs, block_size)
     except UnknownSize as unknown:  # the passes work on a copy: the graph is as it was
         return _unpaged(gm, example_inputs, settings, f"not paged: {unknown}")
@@ -101,7 +103,7 @@ def paged_inductor(
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_inner(graph, inputs, settings.inner, settings.inductor)
 
-    return PagedProgram(gm, state, example_inputs, plans, compiler, settings.label)
+    return PagedProgram(gm, state, example_inputs, plans, compiler, settings.label, triangles)
 
 
 paged_inductor.pages_kv = True  # type: ignore[attr-defined]  # how PagedTensor recognises its own backend

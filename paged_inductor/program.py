@@ -19,6 +19,7 @@ from .sizes import size_reader
 from .step import Slide, StaticWrites, Step, commit, undo
 from .tensor import PagedTensor, derive
 from .tensor.handle import Form, plain
+from .triangles import Triangles
 
 __all__ = ["GroupPlan", "PagedProgram", "describe", "make_dense", "plan_groups", "site_spec"]
 
@@ -143,12 +144,15 @@ class PagedProgram:
         plans: list[GroupPlan],
         compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
         label: str,
+        triangles: Triangles,
     ) -> None:
-        """`gm` is the graph as captured, for calls that do not fit; `compiler` compiles the rewritten one."""
+        """`gm` is the graph as captured, for calls that do not fit; `compiler` compiles the rewritten one; `triangles`
+        are what the proofs of its masks rely on."""
         captured = gm.graph.find_nodes(op="placeholder")
         paged = {node.name for node in state.inputs}
         self._dense = gm
         self._label = label
+        self._triangles = triangles
         self._plans = plans
         self._groups = list({id(plan.group): plan.group for plan in plans}.values())
         self._kept = [i for i, node in enumerate(captured) if node.name not in paged]
@@ -163,6 +167,8 @@ class PagedProgram:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
         steps: list[Step] = []
+        if not self._triangles.hold(args):
+            return self._run_dense(args)
         try:
             for plan in self._plans:
                 step = plan.start(args, self._label)

@@ -5,6 +5,8 @@ They are imported as `paged_inductor.passes`, and know neither the runtime nor a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
@@ -77,18 +79,22 @@ def page_graph(
     block_size: int,
     arena_strides: ArenaStrides,
     single_row_linears: bool = False,
+    triangles: Mapping[str, float] | None = None,
 ) -> tuple[GraphState, GraphReport]:
     """A rewritten copy of `gm` (which stays as it is), and the report of what was found.
 
     inputs: the placeholders that receive paged tensors, by name. fake_mode: the one that `gm` was captured with.
     block_size: of caches born in this graph. arena_strides: see `Rewrite`. single_row_linears: whether linear layers on
-    one row become formulas for a compiler to vectorise. A graph without caches is otherwise only copied, and so is one
+    one row become formulas for a compiler to vectorise. triangles: see `GraphState`.
+    A graph without caches is otherwise only copied, and so is one
     that has `state.adoptions`.
     """
     copy = clone(gm)
     prune(copy.graph)  # Dynamo leaves size queries behind that would pass for readers of the caches
     state = GraphState(
-        copy, {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs}
+        copy,
+        {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs},
+        triangles=triangles or {},
     )
     for step in pipeline(fake_mode, block_size, arena_strides, single_row_linears):
         step(state)

@@ -12,6 +12,7 @@ from .caches import kept_outputs
 from .flex import NotLowered, is_flex_attention, lower
 from .hand_written import HandWritten, follow_scores
 from .heads import MERGED, Heads, trace_heads
+from .known import known_tensors
 from .mask_effects import Writers
 from .masks import MaskSpec, prove_mask
 from .products import Product
@@ -189,15 +190,16 @@ class ProveMasks(Pass):
 
     def apply(self, state: GraphState) -> int:
         proven = 0
-        known: dict[tuple[object, ...], MaskSpec] = {}  # layers share their masks
+        specs: dict[tuple[object, ...], MaskSpec] = {}  # layers share their masks
+        facts = (_equal_lengths(state), known_tensors(state))
         for attention in state.attentions:
             if not attention.paged or attention.key is None or attention.key.kind == "create":
                 continue
             sizes = attention.num_queries, attention.kv_len
             key = (attention.mask_node, attention.is_causal, *map(expr, sizes))
-            if key not in known:
-                known[key] = prove_mask(attention.mask_node, attention.is_causal, *sizes, _equal_lengths(state))
-            attention.mask = known[key]
+            if key not in specs:
+                specs[key] = prove_mask(attention.mask_node, attention.is_causal, *sizes, *facts)
+            attention.mask = specs[key]
             proven += attention.mask.tensor is None
         return proven
 

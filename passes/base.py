@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import SymInt
 from torch.fx import GraphModule, Node
@@ -140,10 +142,12 @@ class CacheSite:
 
 @dataclass
 class CacheGroupSites:
-    """Cache sites whose lengths move together: one block table serves them all."""
+    """Cache sites whose lengths move together: one block table serves them all. start: stands for the first position
+    that a step writes, if they are static."""
 
     kind: str
     sites: list[CacheSite]
+    start: sympy.Symbol | None = None
 
 
 @dataclass
@@ -190,6 +194,7 @@ class GraphState:
 
     inputs: the placeholders that receive paged tensors. new_inputs: those that the rewrite added, in order.
     dense_outputs: positions among the captured graph's outputs that the rewritten one still returns, in order.
+    triangles: inputs that are lower triangles, by name, with the number above the diagonal (see `known`).
     adoptions: static caches that came in dense and should be handles from now on. history: one result per pass.
     """
 
@@ -200,6 +205,7 @@ class GraphState:
     attentions: list[AttentionSite] = field(default_factory=list)
     new_inputs: list[NewInput] = field(default_factory=list)
     dense_outputs: list[int] = field(default_factory=list)
+    triangles: Mapping[str, float] = field(default_factory=dict)
     adoptions: list[CacheSite] = field(default_factory=list)
     history: list[PassResult] = field(default_factory=list)
 

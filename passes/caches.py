@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -166,4 +167,7 @@ class GroupCaches(Pass):
                 taken[key].add(facts.site)
             groups.setdefault(key, CacheGroupSites(site.kind, [])).sites.append(site)
         state.groups = list(groups.values())
+        for g, group in enumerate(state.groups):
+            if group.kind == "static":
+                group.start = sympy.Symbol(f"start_{g}", integer=True, nonnegative=True)
         return len(groups)

@@ -99,9 +99,10 @@ def broadcast(index: Index, to: tuple[sympy.Expr, ...], x: SymTensor) -> Index:
 @dataclass
 class Program:
     """Interprets nodes of one graph. `equal` maps symbols to what they are known to equal; `sizes` bounds the index
-    symbols; `visited` collects the nodes whose values were used."""
+    symbols; `known` says what some nodes hold; `visited` collects the nodes whose values were used."""
 
     equal: Mapping[sympy.Symbol, sympy.Expr]
+    known: Mapping[Node, At] = field(default_factory=dict)
     sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
     visited: dict[Node, SymTensor] = field(default_factory=dict)
 
@@ -155,6 +156,9 @@ class Program:
 
     def _interpret(self, node: Node, example: torch.Tensor) -> SymTensor:
         out = SymTensor(node.name, tuple(map(self.size, example.shape)), example.dtype, lambda _: TRUE)
+        if node in self.known:
+            out.at = self.known[node]
+            return out
         read: At | None = None
         why = _describe(node)
         handler = FUNCTIONS.get(node.target) if node.op == "call_function" else METHODS.get(str(node.target))

@@ -22,7 +22,7 @@ from torch.fx import Node
 from . import mask_arithmetic, mask_index  # noqa: F401  (they register their handlers)
 from .mask_effects import Writers
 from .mask_logic import TRUE, And, Leaf, Leq, Pred, Unknown, atoms, conj, disj, leq, linear, negate, refute
-from .mask_program import INDICES, B, H, K, Program, Q, same
+from .mask_program import INDICES, At, B, H, K, Program, Q, same
 from .mask_values import HUGE, LOW, NotUnderstood
 
 __all__ = ["MaskSpec", "prove_mask"]
@@ -54,15 +54,17 @@ def prove_mask(
     q_len: int | torch.SymInt,
     kv_len: int | torch.SymInt,
     equal: Mapping[sympy.Symbol, sympy.Expr] | None = None,
+    known: Mapping[Node, At] | None = None,
 ) -> MaskSpec:
     """Interpret the mask of one scaled_dot_product_attention call.
 
     mask: its attn_mask node, of a graph whose nodes carry Dynamo's fake tensors in meta["example_value"], or
     None. is_causal: SDPA's flag, aligned to the top left. q_len, kv_len: sizes of the query and key
     sequences. equal: symbols that the caller knows to equal an expression (K's and V's lengths of one cache).
+    known: what some nodes hold, whatever the graph says of them.
     The graph is not changed; no guard is added. Never raises for a mask it does not understand.
     """
-    program = Program(equal or {})
+    program = Program(equal or {}, known or {})
     q_size, kv_size = program.size(q_len), program.size(kv_len)
     program.sizes = {s: n for s, n in ((Q, q_size), (K, kv_size)) if n != 1}
     if mask is None and not is_causal:

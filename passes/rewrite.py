@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import sympy
 import torch
 from torch import SymInt
 from torch._dynamo.source import ConstantSource
@@ -17,7 +19,7 @@ from .masks import MaskSpec
 from .prune import prune
 from .static_reads import plan_reads
 from .symbols import fake_like, fresh_size, size_node
-from .tensors import argument, hint, shape
+from .tensors import argument, expr, hint, shape
 
 __all__ = ["ArenaStrides", "Rewrite"]
 
@@ -36,6 +38,8 @@ class Rewrite(Pass):
         self._arena_strides = arena_strides
         self._masks: dict[tuple[Node, Node], Node] = {}
         self._static: dict[object, Node] = {}
+        self._group_of: dict[int, CacheGroupSites] = {}
+        self._starts: dict[sympy.Symbol, sympy.Expr] = {}
         self._windows: dict[tuple[object, ...], Node] = {}
 
     def apply(self, state: GraphState) -> int:
@@ -47,6 +51,7 @@ class Rewrite(Pass):
             tables = self._add_inputs(state, g, group, arenas)
             for site in group.sites:
                 plans[id(site)] = tables
+                self._group_of[id(site)] = group
         for group in state.groups:
             for site in group.sites:
                 if site.kind != "read":
@@ -117,6 +122,8 @@ class Rewrite(Pass):
             kv_len = size_node(graph, lead.size("S")) if extent is None else extent
             new_tokens = size_node(graph, lead.new_tokens)
         anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
+        if group.start is not None and extent is not None:
+            self._starts[group.start] = expr(extent.meta["example_value"]) - expr(lead.new_tokens)
         return anchor
 
     # -- bodies ----------------------------------------------------------------------------------------------
@@ -149,6 +156,18 @@ class Rewrite(Pass):
                 self._masks[mask, plan] = known
         return known
 
+    def _with_starts(self, mask: MaskSpec, attention: AttentionSite) -> MaskSpec:
+        """The bounds of a mask in terms of the graph's inputs; none if they only say that one query sees all keys that
+        were written."""
+        if mask.causal_offset is None:
+            return mask
+        offset = sympy.expand(mask.causal_offset.xreplace(self._starts))
+        window = sympy.sympify(mask.window).xreplace(self._starts) if mask.window is not None else None
+        last = [start + expr(attention.key.new_tokens) - 1 for start in self._starts.values()]  # type: ignore[union-attr]
+        if window is None and hint(attention.num_queries) == 1 and any(sympy.expand(offset - key) == 0 for key in last):
+            return replace(mask, causal_offset=None)
+        return replace(mask, causal_offset=offset, window=window)
+
     def _plan_window(self, graph: Graph, mask: MaskSpec, plan: Node, options: dict[str, object]) -> Node:
         """The plan of one query's bounds: worked out once for all layers that share them."""
         key = (plan, mask.causal_offset, mask.window)
@@ -172,7 +191,10 @@ class Rewrite(Pass):
             if attention.sinks is not None:
                 options["sinks"] = attention.sinks
             if attention.key.kind == "static":
-                plan, mask_tensor = plan_reads(graph, attention, plan, self._static)
+                start = self._group_of[id(attention.key)].start
+                assert start is not None
+                plan, mask_tensor = plan_reads(graph, attention, plan, self._static, start)
+                mask = self._with_starts(mask, attention)
             if mask_tensor is not None and mask.tensor is None:  # the mask as it was written says it all
                 mask = MaskSpec(None, None, False, mask_tensor, mask.proof)
             if mask.causal_offset is not None and not (mask.tensor is not None and one_query and mask.window is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -14,15 +15,16 @@ __all__ = ["plan_reads"]
 
 
 def plan_reads(
-    graph: Graph, attention: AttentionSite, plan: Node, plans: dict[object, Node]
+    graph: Graph, attention: AttentionSite, plan: Node, plans: dict[object, Node], start: sympy.Expr
 ) -> tuple[Node, Node | None]:
     """The plan to read a static cache by, and the mask tensor that must be applied (None: only its proven bounds).
 
-    Nodes are inserted at the graph's insertion point; `plans` remembers those that layers share.
+    Nodes are inserted at the graph's insertion point; `plans` remembers those that layers share; `start` stands for the
+    first position that this step writes.
     """
     spec, kv_len = attention.mask, attention.kv_len
     assert spec is not None
-    if spec.tensor is None and _is_written(attention):
+    if spec.tensor is None and _is_written(attention, start):
         return plan, None
     key = (plan, expr(kv_len))
     if key not in plans:
@@ -33,7 +35,7 @@ def plan_reads(
     return plans[key], mask
 
 
-def _is_written(attention: AttentionSite) -> bool:
+def _is_written(attention: AttentionSite, start: sympy.Expr) -> bool:
     """Whether every key that the proven bounds let a query see was written by now.
 
     Written are `start + new tokens` positions, where the start is often known to the caller only, but never negative.
@@ -48,7 +50,8 @@ def _is_written(attention: AttentionSite) -> bool:
     if spec.causal_offset is None:
         return False
     stop = spec.causal_offset + expr(attention.num_queries)  # one more than the last key that is seen
-    return all((bound - stop).expand().is_nonnegative for bound in (count, kv_len))
+    written = any((bound - stop).expand().is_nonnegative for bound in (count, count + start))
+    return written and (same_size(attention.kv_len, site.size("S")) or bool((kv_len - stop).expand().is_nonnegative))
 
 
 def _explicit(graph: Graph, attention: AttentionSite, plans: dict[object, Node]) -> Node:

@@ -111,6 +111,24 @@ def test_one_layer_ahead_of_the_others_runs_on_its_own_positions() -> None:
         close(ours, theirs)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["in place", "another", "and back"])
+def test_a_mask_buffer_that_changes_is_obeyed(change: str) -> None:
+    """The proof that gpt-fast's mask is causal relies on the buffer's content."""
+    model, twin = prepared()
+    assert {site.mask for site in paged_inductor.explain(model).sites} == {"causal, offset start_0"}
+    tokens = torch.tensor([[1], [3]])
+    for each in (model, twin):
+        mask = each.causal_mask.clone() if change == "another" else each.causal_mask
+        mask[:, 2:5] = False
+        each.causal_mask = mask
+    close(model(tokens, torch.tensor([9])), twin(tokens, torch.tensor([9])))
+    if change == "and back":
+        for each in (model, twin):
+            each.causal_mask.fill_(1).tril_()
+    close(model(tokens, torch.tensor([10])), twin(tokens, torch.tensor([10])))
+
+
 class Scratch(nn.Module):
     """A buffer that nobody keeps, one that is only partly returned, and attention on both."""
 
