@@ -2,16 +2,19 @@
 
 from torch._dynamo import list_backends, register_backend
 
+from . import testing
 from ._config import Config, configure
 from ._errors import (
     ConfigurationError,
     IntegrityError,
     KVBudgetExceeded,
     MaterializationError,
+    MissingExtraError,
     PagedInductorError,
     PatchError,
     PoolMismatchError,
     UnsupportedInputError,
+    VerificationError,
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
@@ -31,18 +34,21 @@ __all__ = [
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
+    "MissingExtraError",
     "PagedInductorError",
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",
     "Stats",
     "UnsupportedInputError",
+    "VerificationError",
     "check_integrity",
     "configure",
     "explain",
     "page",
     "reset",
     "stats",
+    "testing",
     "trim",
     "unpage",
 ]

@@ -17,13 +17,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_errors": set(),
     "_layout": set(),
     "kernels": set(),
+    "difference": set(),
     "sizes": {"passes"},
     "_config": {"_errors"},
     "ops": {"kernels", "_config", "_errors", "_layout"},
     "inner": {"ops"},
     "passes": {"ops", "_errors", "_layout"},
     "runtime": {"_config", "_errors", "_layout"},
-    "tensor": {"ops", "runtime", "_config", "_errors", "_layout"},
+    "tensor": {"difference", "ops", "runtime", "_config", "_errors", "_layout"},
     "reports": {"passes"},
     "positions": {"passes", "sizes"},
     "triangles": set(),
@@ -42,10 +43,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "_layout",
     },
     "adoption": {"passes", "runtime", "tensor"},
+    "dense_run": {"tensor"},
+    "verified": {"dense_run", "triangles", "passes", "program", "step", "tensor", "difference", "_errors"},
     "backend": {
         "passes",
         "program",
         "adoption",
+        "verified",
         "runtime",
         "tensor",
         "reports",
@@ -58,9 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiling": {"backend"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
-    "explain": {"_errors", "backend", "compiling", "passes", "patch", "reports"},
+    "plot": {"_errors", "passes"},
+    "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
-PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare"}  # on top: may import everything
+PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare", "testing"}  # on top: may import everything
 NEVER: dict[str, set[str]] = {
     "runtime/pool": {"torch", "triton"},
     "runtime/table": {"torch", "triton"},
