@@ -15,11 +15,12 @@ from torch.fx import GraphModule
 from ._config import config, require_bool
 from ._errors import ConfigurationError
 from .adoption import AdoptingProgram
+from .group_plan import describe, plan_groups, site_spec
 from .inner import INNER_COMPILERS, compile_inner
 from .passes import CacheSite, GraphReport, page_graph
 from .passes.mask_effects import written
 from .passes.symbols import UnknownSize
-from .program import PagedProgram, describe, make_dense, plan_groups, site_spec
+from .program import PagedProgram, make_dense
 from .reports import publish, published
 from .tensor import PagedTensor
 from .triangles import Triangles

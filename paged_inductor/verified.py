@@ -19,11 +19,12 @@ from torch.fx import GraphModule, Node
 from ._errors import VerificationError
 from .dense_run import DenseRun
 from .difference import Difference, difference
+from .group_plan import GroupPlan
 from .passes import CacheSite, GraphState
 from .passes.clone import clone
 from .passes.mask_effects import Writers
 from .passes.report import layer_of
-from .program import GroupPlan, PagedProgram
+from .program import PagedProgram
 from .step import Step
 from .tensor import PagedTensor
 from .tensor.handle import Form, plain

@@ -1,37 +1,19 @@
-"""Match static caches: buffers of a maximal length that a step writes its tokens into.
-
-Every write is one of `index_copy_`, indexing by positions, a slice, or the functional `index_copy`. Where the tokens go
-is kept as it was computed (`Start`), because only the caller's values say it: the runtime reads it at every call.
-"""
+"""Match static caches: buffers of a maximal length that a step writes its tokens into."""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
-from .base import CacheSite, GraphState, Pass, Start
+from .base import CacheSite, GraphState, Pass
 from .mask_effects import Writers
 from .slices import one_slice
-from .tensors import argument, is_call, is_tensor, same_size, shape
+from .static_writes import Write, read_write, whole
+from .tensors import is_call, is_tensor, same_size
 
 __all__ = ["ChooseAdoption", "ForgetUnmatched", "MatchStatic", "born_as_zeros"]
-
-
-class _Write(NamedTuple):
-    """One write of `new` to consecutive positions of dimension `dim` of `buffer`, from `start` on. positions: the
-    tensor of them, if one is given. functional: it makes a tensor of its own, which `node` is."""
-
-    node: Node
-    buffer: Node
-    dim: int
-    new: Node
-    start: Start
-    positions: Node | None = None
-    functional: bool = False
 
 
 class MatchStatic(Pass):
@@ -40,14 +22,14 @@ class MatchStatic(Pass):
     def apply(self, state: GraphState) -> int:
         graph = state.gm.graph
         for node in list(graph.nodes):
-            if _is_buffer(state, buffer := _whole(node)) and buffer is not node:
+            if _is_buffer(state, buffer := whole(node)) and buffer is not node:
                 node.replace_all_uses_with(buffer)  # a slice that leaves nothing out
                 graph.erase_node(node)
         order = {node: i for i, node in enumerate(graph.nodes)}
         writers = Writers(graph)
         found = 0
         for node in list(graph.nodes):
-            write = _read(node)
+            write = read_write(node)
             if write is None or not self._fits(state, write, writers, order):
                 continue
             if not write.functional:
@@ -57,7 +39,7 @@ class MatchStatic(Pass):
         return found
 
     @staticmethod
-    def _site(state: GraphState, write: _Write, order: dict[Node, int]) -> CacheSite:
+    def _site(state: GraphState, write: Write, order: dict[Node, int]) -> CacheSite:
         facts = state.inputs.get(write.buffer)
         site = CacheSite(
             "static",
@@ -77,7 +59,7 @@ class MatchStatic(Pass):
         return site
 
     @staticmethod
-    def _fits(state: GraphState, write: _Write, writers: Writers, order: dict[Node, int]) -> bool:
+    def _fits(state: GraphState, write: Write, writers: Writers, order: dict[Node, int]) -> bool:
         buffer, new = write.buffer, write.new
         facts = state.inputs.get(buffer)
         value, tokens = buffer.meta["example_value"], new.meta["example_value"]
@@ -160,10 +142,10 @@ def _reads(user: Node) -> bool:
     part = one_slice(user)
     if part is None:
         return True
-    return any(_read(other) is None and not is_call(other, (), ("copy_",)) for other in user.users)
+    return any(read_write(other) is None and not is_call(other, (), ("copy_",)) for other in user.users)
 
 
-def _unchanged(write: _Write, writers: Writers, order: dict[Node, int]) -> bool:
+def _unchanged(write: Write, writers: Writers, order: dict[Node, int]) -> bool:
     """Whether positions are computed, and read, before anything they are computed from is written to."""
     assert write.start.node is not None
     seen: set[Node] = set()
@@ -177,119 +159,3 @@ def _unchanged(write: _Write, writers: Writers, order: dict[Node, int]) -> bool:
     aliased = bool(writers.all_of([write.positions])) if write.positions is not None else False
     computed = all(order[node] < first for node in seen if node.op != "placeholder")
     return computed and (not aliased or order[write.node] < first)
-
-
-# -- spellings of a write ------------------------------------------------------------------------------------
-
-
-def _read(node: Node) -> _Write | None:
-    """The write that a node is, if it is one of the spellings."""
-    if is_call(node, (torch.index_copy,), ("index_copy", "index_copy_")):
-        return _index_copy(node)
-    if is_call(node, (operator.setitem,)):
-        return _setitem(node)
-    if is_call(node, (), ("copy_",)):
-        return _copy(node)
-    return None
-
-
-def _index_copy(node: Node) -> _Write | None:
-    buffer = _whole(node.args[0])
-    dim, index, new = argument(node, 1, "dim"), argument(node, 2, "index"), argument(node, 3, "source")
-    if buffer is None or not is_tensor(index) or not is_tensor(new):
-        return None
-    return _at_positions(node, buffer, dim % 4, index, new, functional=node.target in ("index_copy", torch.index_copy))
-
-
-def _setitem(node: Node) -> _Write | None:
-    buffer, items, new = _whole(node.args[0]), node.args[1], node.args[2]
-    if buffer is None or not is_tensor(new):
-        return None
-    items = items if isinstance(items, tuple) else (items,)
-    if any(item is None or item is Ellipsis or isinstance(item, int) for item in items):
-        return None
-    special = [dim for dim, item in enumerate(items) if not _is_all(item, shape(buffer)[dim])]
-    if len(special) != 1:
-        return None
-    dim, item = special[0], items[special[0]]
-    if is_tensor(item):
-        return _at_positions(node, buffer, dim, item, new)
-    if isinstance(item, slice) and item.step in (None, 1):
-        return _at_slice(node, buffer, dim, item.start, new)
-    return None
-
-
-def _copy(node: Node) -> _Write | None:
-    """`buffer[:, :, a:b].copy_(new)`."""
-    target, new = node.args[0], argument(node, 1, "src")
-    part = one_slice(target) if is_tensor(target) else None
-    if part is None or not is_tensor(new) or part.dim not in (1, 2):
-        return None
-    buffer = _whole(part.source)
-    if buffer is None or not same_size(shape(new)[part.dim], shape(target)[part.dim]):
-        return None
-    return _Write(node, buffer, part.dim, new, Start(size=part.first))
-
-
-def _is_all(item: object, size: int) -> bool:
-    return isinstance(item, slice) and item.start in (None, 0) and item.stop in (None, size) and item.step in (None, 1)
-
-
-def _whole(node: object) -> Node | None:
-    """A buffer, looking through slices that leave nothing out and conversions to what it is."""
-    while is_tensor(node):
-        part = one_slice(node)  # type: ignore[arg-type]
-        if part is not None and all(map(same_size, shape(part.source), shape(node))):  # type: ignore[arg-type]
-            node = part.source
-        elif _converts_nothing(node):  # type: ignore[arg-type]
-            node = node.args[0]  # type: ignore[union-attr]
-        else:
-            break
-    return node if is_tensor(node) and len(shape(node)) == 4 else None  # type: ignore[arg-type, return-value]
-
-
-def _converts_nothing(node: Node) -> bool:
-    """Whether a node is its operand, by the rule that `to` makes no copy of what is as asked for."""
-    if (
-        not is_call(node, (), ("to", "type_as"))
-        or not is_tensor(node.args[0])
-        or node.kwargs.keys() - {"dtype", "device"}
-    ):
-        return False
-    if any(isinstance(arg, bool) for arg in node.args):
-        return False
-    a, b = node.args[0].meta["example_value"], node.meta["example_value"]  # type: ignore[union-attr]
-    return a.dtype == b.dtype and a.device == b.device
-
-
-def _at_slice(node: Node, buffer: Node, dim: int, start: object, new: Node) -> _Write | None:
-    value = start.meta.get("example_value") if isinstance(start, Node) else start
-    value = 0 if value is None else value
-    if dim not in (1, 2) or not isinstance(value, (int, torch.SymInt)) or (isinstance(value, int) and value < 0):
-        return None
-    return _Write(node, buffer, dim, new, Start(size=value))
-
-
-def _at_positions(
-    node: Node, buffer: Node, dim: int, index: Node, new: Node, functional: bool = False
-) -> _Write | None:
-    value = index.meta["example_value"]
-    if dim not in (1, 2) or value.dim() != 1 or value.dtype not in (torch.int64, torch.int32):
-        return None
-    if len(shape(new)) != 4 or not same_size(value.shape[0], shape(new)[dim]):
-        return None
-    counter = _counter(index)
-    start = Start(node=index) if counter is None else Start(node=counter, scalar=True)
-    return _Write(node, buffer, dim, new, start, index, functional)
-
-
-def _counter(index: Node) -> Node | None:
-    """c, if positions are `arange(n) + c` with a single integer c on the device."""
-    if not is_call(index, (operator.add, torch.add), ("add",)) or len(index.args) != 2 or index.kwargs:
-        return None
-    for base, counter in (index.args, index.args[::-1]):
-        if is_call(base, (torch.arange,)) and len(base.args) == 1 and is_tensor(counter):  # type: ignore[union-attr]
-            value = counter.meta["example_value"]  # type: ignore[union-attr]
-            if value.numel() == 1 and not value.dtype.is_floating_point:
-                return counter  # type: ignore[return-value]
-    return None
