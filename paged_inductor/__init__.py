@@ -8,10 +8,12 @@ from ._errors import (
     IntegrityError,
     KVBudgetExceeded,
     MaterializationError,
+    MissingExtraError,
     PagedInductorError,
     PatchError,
     PoolMismatchError,
     UnsupportedInputError,
+    VerificationError,
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
@@ -31,12 +33,14 @@ __all__ = [
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
+    "MissingExtraError",
     "PagedInductorError",
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",
     "Stats",
     "UnsupportedInputError",
+    "VerificationError",
     "check_integrity",
     "configure",
     "explain",

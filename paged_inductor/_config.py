@@ -11,7 +11,16 @@ from typing import Any
 
 from ._errors import ConfigurationError
 
-__all__ = ["Config", "config", "configure", "parse_bytes", "require_block_size", "require_choice", "reset_config"]
+__all__ = [
+    "Config",
+    "config",
+    "configure",
+    "parse_bytes",
+    "require_block_size",
+    "require_bool",
+    "require_choice",
+    "reset_config",
+]
 
 MATERIALIZE_CHOICES = ("warn", "error", "silent")
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -67,7 +76,8 @@ def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _require_bool(name: str, value: Any) -> bool:
+def require_bool(name: str, value: Any) -> bool:
+    """`value` as a bool, if it is one or a text that says one; else raises `ConfigurationError` for `name`."""
     text = str(value).lower()
     if text not in ("1", "true", "yes", "0", "false", "no"):
         raise ConfigurationError(f"{name}={value!r} is not allowed: choose True or False")
@@ -78,7 +88,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "kv_budget": lambda value: None if value is None else parse_bytes(value),
     "block_size": require_block_size,
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
-    "triton_on_cpu": lambda value: _require_bool("triton_on_cpu", value),
+    "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 OPTION_NAMES = tuple(field.name for field in fields(Config))
 

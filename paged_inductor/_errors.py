@@ -7,10 +7,12 @@ __all__ = [
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
+    "MissingExtraError",
     "PagedInductorError",
     "PatchError",
     "PoolMismatchError",
     "UnsupportedInputError",
+    "VerificationError",
 ]
 
 
@@ -38,6 +40,10 @@ class MaterializationError(PagedInductorError, RuntimeError):
     """An operation would copy pages into a dense tensor while `on_materialize="error"` is set."""
 
 
+class MissingExtraError(PagedInductorError, ImportError):
+    """A function needs a library that is not installed; the message names the extra that brings it."""
+
+
 class IntegrityError(PagedInductorError, AssertionError):
     """The books do not balance: a bug of this package. Please report it with the message."""
 
@@ -51,3 +57,38 @@ class KVBudgetExceeded(PagedInductorError, MemoryError):
     def __init__(self, message: str, holders: list[tuple[str, int]]):
         super().__init__(message)
         self.holders = holders
+
+
+class VerificationError(PagedInductorError, AssertionError):
+    """With `verify=True`, a paged step or operation gave other values than the dense one beside it.
+
+    Nothing of the step was handed out, and its blocks are free again; older caches are as they were before it.
+
+    label: the program. graph: its graph's number, as `explain()` counts them; 0 for an eager operation. step: how many
+    steps the cache had seen, this one included. layer: the module whose attention it is, or the graph node's name.
+    what: "output", "stored keys", "stored values", "stored tokens", "result i" or "input i". largest, index: the
+    largest absolute difference and where it is. allowed: the largest that would have passed.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        graph: int,
+        step: int,
+        layer: str,
+        what: str,
+        largest: float,
+        index: tuple[int, ...],
+        allowed: float,
+        note: str,
+    ):
+        place = f"graph {graph}" if graph else "an eager operation"
+        super().__init__(
+            f"{label}, step {step} ({place}): in the {what} of {layer}, paged and dense differ by {largest:.3g} at "
+            f"index {list(index)} ({note}), where {allowed:.3g} is allowed. What comes before it in the step agrees. "
+            "The step was undone. Next: if the difference is small, and only rounding, raise verify_tolerance; "
+            'if inner="eager" removes it, the inner compiler made it; else it is a bug of this package: please report '
+            "it with this message and explain(model)"
+        )
+        self.label, self.graph, self.step, self.layer, self.what = label, graph, step, layer, what
+        self.largest, self.index, self.allowed = largest, index, allowed

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
-from ._config import config
+from ._config import config, require_bool
 from ._errors import ConfigurationError
 from .adoption import AdoptingProgram
 from .inner import INNER_COMPILERS, compile_inner
@@ -20,8 +20,9 @@ from .passes import CacheSite, GraphReport, page_graph
 from .passes.mask_effects import written
 from .passes.symbols import UnknownSize
 from .program import PagedProgram, describe, make_dense, plan_groups, site_spec
-from .reports import publish
+from .reports import publish, published
 from .tensor import PagedTensor
+from .verified import VerifiedProgram, mark
 
 __all__ = ["BackendOptions", "paged_inductor"]
 
@@ -32,9 +33,13 @@ class BackendOptions:
     inner: the compiler of the rewritten graph: "inductor" (default), "aot_eager" or "eager".
     inductor: options for Inductor, as `torch.compile(options=...)` takes them.
     label: what `KVBudgetExceeded` and `explain()` call this program.
+    verify: run every step dense, too, and raise `VerificationError` at the first layer that differs. For finding
+        faults: it costs a dense run a step and a dense copy of every cache.
+    verify_tolerance: the difference that passes, as a share of a tensor's largest absolute value. None: 1e-9 for
+        float64, 1e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16.
     """
 
-    NAMES = ("inner", "inductor", "label")
+    NAMES = ("inner", "inductor", "label", "verify", "verify_tolerance")
 
     def __init__(self, options: Mapping[str, Any] | None, mode: str | None) -> None:
         options = dict(options or {})
@@ -50,6 +55,14 @@ class BackendOptions:
         if mode and mode != "default":
             self.inductor = {**torch._inductor.list_mode_options(mode), **self.inductor}
         self.label: str = str(options.get("label", "model"))
+        self.verify: bool = require_bool("verify", options.get("verify", False))
+        self.verify_tolerance: float | None = options.get("verify_tolerance")
+        allowed = self.verify_tolerance
+        if allowed is not None and not (isinstance(allowed, int | float) and 0 <= allowed < 1):
+            raise ConfigurationError(
+                f"verify_tolerance={allowed!r} is not allowed: choose a number from 0 to 1, the share of a tensor's "
+                "largest absolute value by which paged and dense may differ, or None for the default of its dtype"
+            )
 
 
 def paged_inductor(
@@ -64,6 +77,8 @@ def paged_inductor(
     Graphs without caches, and graphs that need gradients, are handed to the inner compiler as they are.
     """
     settings = BackendOptions(options, mode)
+    if settings.verify:
+        gm = mark(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     handles = {n.name: x for n, x in zip(placeholders, example_inputs) if isinstance(x, PagedTensor)}
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
@@ -101,6 +116,11 @@ def paged_inductor(
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_inner(graph, inputs, settings.inner, settings.inductor)
 
+    if settings.verify:
+        number = len(published(settings.label))
+        return VerifiedProgram(
+            gm, state, example_inputs, plans, compiler, settings.label, number, settings.verify_tolerance
+        )
     return PagedProgram(gm, state, example_inputs, plans, compiler, settings.label)
 
 

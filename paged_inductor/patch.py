@@ -62,7 +62,8 @@ def page(model: nn.Module, **options: Any) -> nn.Module:
     """Keep the KV caches of `model` in pages from now on. Returns the same model.
 
     options: those of the backend (see `BackendOptions`): inner="inductor" | "aot_eager" | "eager", inductor={...},
-    label="...". Nothing else changes: `model(...)` and loops around it, such as `model.generate`, stay as they are.
+    label="...", verify=True to check every step against a dense one. Nothing else changes: `model(...)` and loops
+    around it, such as `model.generate`, stay as they are.
     Calls that need gradients run un-paged. `unpage` undoes it.
 
     Raises `PatchError` if `model` is no nn.Module, has its forward replaced by someone else, or is paged already;

@@ -162,13 +162,18 @@ class PagedProgram:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
+        done = self._step(args)
+        return self._run_dense(args) if done is None else self._results(args, *done)
+
+    def _step(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
+        """The rewritten graph's results and the views that it filled; None if the call does not fit the graph."""
         steps: list[Step] = []
         try:
             for plan in self._plans:
                 step = plan.start(args, self._label)
                 if step is None:
                     undo(steps)
-                    return self._run_dense(args)
+                    return None
                 steps.append(step)
         except BaseException:
             undo(steps)
@@ -198,7 +203,7 @@ class PagedProgram:
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
-        return self._results(args, dense, steps)
+        return dense, steps
 
     def _results(self, args: Sequence[Any], dense: Sequence[Any], steps: Sequence[Step]) -> tuple[Any, ...]:
         results: list[Any] = [None] * self._num_outputs

@@ -2,7 +2,8 @@
 
 `handle` (the class and the table of meanings) <- `derive` (new views: forks, crops, selections, merges)
 <- `structure` (operations on shapes, rows and lengths), `materialize` (dense copies), `inplace` (writes),
-`attend` (SDPA), `append` (cat), `adopt` (dense buffers become handles).
+`attend` (SDPA), `append` (cat), `adopt` (dense buffers become handles). `verified`: handles that carry a dense tensor
+to check against.
 """
 
 from . import adopt, append, attend, inplace, materialize, structure

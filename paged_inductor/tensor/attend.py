@@ -13,7 +13,7 @@ from ..runtime import manager
 from .handle import HANDLERS, PagedTensor, handles
 from .materialize import shown, step_plan
 
-__all__: list[str] = []
+__all__ = ["without_padding"]
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def sdpa(
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out
-    attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
+    attn_mask, is_causal = without_padding(query, key, attn_mask, is_causal)
     return HANDLERS[None](func, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -61,7 +61,7 @@ def flash_for_cpu(
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out, out.new_empty(0)
-    attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
+    attn_mask, is_causal = without_padding(query, key, attn_mask, is_causal)
     return HANDLERS[None](func, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
 
 
@@ -83,7 +83,7 @@ def sdpa_math(
     out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if out is not None:
         return out, out.new_empty(0)
-    attn_mask, is_causal = _without_padding(query, key, attn_mask, is_causal)
+    attn_mask, is_causal = without_padding(query, key, attn_mask, is_causal)
     return HANDLERS[None](
         func, query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
     )
@@ -124,7 +124,7 @@ def _paged(
         )
 
 
-def _without_padding(
+def without_padding(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor | None, bool]:
     """For attention on dense copies: the mask that hides a ragged key's virtual padding, where no mask decides."""

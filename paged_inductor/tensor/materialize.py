@@ -17,7 +17,7 @@ from .._errors import MaterializationError
 from ..runtime import View, manager
 from .handle import HANDLERS, Form, PagedTensor, Step, apply_step, handles
 
-__all__ = ["copy_out", "dense_copy", "shown", "stand_in", "step_plan", "views_of"]
+__all__ = ["copy_out", "dense_copy", "mutated", "shown", "stand_in", "step_plan", "views_of"]
 
 aten = torch.ops.aten
 
@@ -112,11 +112,11 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
         return parts
     if args and isinstance(args[0], PagedTensor) and views_of(func):
         return lazy_view(func, *args, **kwargs)
-    mutated = _mutated(func, args, kwargs)
-    if mutated:
+    written = mutated(func, args, kwargs)
+    if written:
         from .inplace import write_back
 
-        return write_back(func, mutated, args, kwargs)
+        return write_back(func, written, args, kwargs)
     name = str(func)
     flat_args, flat_kwargs = tree_map_only(PagedTensor, lambda h: dense_copy(h, name), (args, kwargs))
     return func(*flat_args, **flat_kwargs)
@@ -125,7 +125,7 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
 HANDLERS[None] = fallback
 
 
-def _mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
+def mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
     """The handles that an operator writes to."""
     found: list[PagedTensor] = []
     arguments = func._schema.arguments

@@ -1,0 +1,28 @@
+"""The same machine on handles with shadows: whatever is done to a handle, its shadow must stay what it stands for."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from paged_inductor.tensor.verified import VerifiedTensor, adopt
+
+from .factory import paged_like
+from .model import Pair
+from .test_tensor_machine import MAX_CACHES, TensorMachine
+
+
+class VerifiedMachine(TensorMachine):
+    """`Pair.check` reads a handle's pages by `dense()`, which compares them with the shadow first."""
+
+    @precondition(lambda self: len(self.caches) < MAX_CACHES)
+    @rule(batch=st.integers(1, 3), count=st.integers(1, 40))
+    def create(self, batch: int, count: int) -> None:
+        dense = [self.values(batch, count, site) for site in range(2 * self.layers)]
+        handles = paged_like(*dense, axes=self.axes, block_size=self.block_size)
+        pairs = [Pair.of(adopt(h, 1e-5), d.clone(), self.axes) for h, d in zip(handles, dense)]
+        assert all(isinstance(pair.paged, VerifiedTensor) for pair in pairs)
+        self.keep(dict(enumerate(pairs)))
+
+
+TestVerifiedMachine = VerifiedMachine.TestCase
