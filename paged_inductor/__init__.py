@@ -2,6 +2,7 @@
 
 from torch._dynamo import list_backends, register_backend
 
+from . import testing
 from ._config import Config, configure
 from ._errors import (
     ConfigurationError,
@@ -47,6 +48,7 @@ __all__ = [
     "page",
     "reset",
     "stats",
+    "testing",
     "trim",
     "unpage",
 ]

@@ -19,7 +19,16 @@ from torch import Tensor
 from .monitor import Stats, stats
 from .tensor import PagedTensor
 
-__all__ = ["Generation", "Watch", "cache_tensors", "first_difference", "generate", "held_bytes", "percentile"]
+__all__ = [
+    "Generation",
+    "Watch",
+    "cache_name",
+    "cache_tensors",
+    "first_difference",
+    "generate",
+    "held_bytes",
+    "percentile",
+]
 
 
 @dataclass
@@ -71,13 +80,13 @@ def generate(
     watch = watch or Watch()
     watch.restart()
     if cache is not None:
-        options[_cache_name(inspect.signature(model.forward).parameters)] = cache
+        options[cache_name(inspect.signature(model.forward).parameters)] = cache
     result = model.generate(**inputs, **options, stopping_criteria=[watch], return_dict_in_generate=True)
-    cache = result[_cache_name(result)]
+    cache = result[cache_name(result)]
     return Generation(result.sequences.tolist(), cache, held_bytes(cache_tensors(cache)), watch)
 
 
-def _cache_name(names: Container[str]) -> str:
+def cache_name(names: Container[str]) -> str:
     """What this release of transformers calls the cache."""
     return "cache" if "cache" in names else "past_key_values"
 

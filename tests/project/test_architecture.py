@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "monitor": {"runtime", "reports", "_config"},
     "explain": {"_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
-PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare"}  # on top: may import everything
+PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare", "testing"}  # on top: may import everything
 NEVER: dict[str, set[str]] = {
     "runtime/pool": {"torch", "triton"},
     "runtime/table": {"torch", "triton"},

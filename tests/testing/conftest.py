@@ -1,0 +1,5 @@
+"""Every test starts with empty books and no compiled code."""
+
+from __future__ import annotations
+
+from ..models.conftest import fresh  # noqa: F401
