@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .patch import PagedForward, is_paged
 
 __all__ = ["Explanation", "explain"]
 
+JSON_VERSION = 1
 _COLUMNS = ("graph", "site", "layout", "cache", "attention", "mask", "paged", "bytes/token", "why")
 
 
@@ -33,8 +35,21 @@ class Explanation:
         return tuple(site for graph in self.graphs for site in graph.sites)
 
     def as_json(self) -> str:
-        """All reports as a JSON list, one object per graph."""
-        return json.dumps([asdict(graph) for graph in self.graphs], indent=1)
+        """All reports: {"version": 1, "graphs": [...]}, a graph having the fields of `GraphReport` and its `advice`.
+        The version changes when a field loses or changes its meaning, not when one is added."""
+        graphs = [{**asdict(graph), "advice": graph.advice} for graph in self.graphs]
+        return json.dumps({"version": JSON_VERSION, "graphs": graphs}, indent=1)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the caches of every graph, and which attention reads them, into a file (its ending says the format).
+
+        Boxes are cache groups; a line of one is a layer's K and V, and leads to the attention that reads it, with its
+        mask. Green is paged, yellow a paged cache that something still reads as a dense copy, red dense. At most the
+        last four graphs are drawn. Raises `MissingExtraError` without matplotlib.
+        """
+        from .plot import draw
+
+        draw(self.graphs, path)
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -47,6 +62,10 @@ class Explanation:
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         paged = sum(site.paged for site in self.sites)
+        advice = {
+            text for graph in self.graphs for text in (graph.advice, *(site.advice for site in graph.sites)) if text
+        }
+        lines += [f"to page more: {text}" for text in sorted(advice)]
         lines.append(f"{paged} of {len(self.sites)} sites paged in {len(self.graphs)} graph(s)")
         return "\n".join(lines)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch.fx import Node
+
+from .advice import advise
 from .base import AttentionSite, CacheSite, GraphState
 from .tensors import shape
 
-__all__ = ["GraphReport", "SiteReport", "report"]
+__all__ = ["CacheReport", "GraphReport", "SiteReport", "layer_of", "report"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,10 @@ class SiteReport:
 
     site: its name. layout: the cache's axes, as "BHSD". form: how the cache comes about ("append by cat", "create by
     cat", "create by returned", "read by input"). attention: how it is spelled ("sdpa", "by hand: softcap 50, sinks",
-    "flex_attention"). mask: what was proven of the mask. paged: whether K and V live in pages. reason: why not, or what
-    still reads a dense copy of them. bytes_per_token: of its caches.
+    "flex_attention"), "" for a cache. mask: what was proven of the mask. paged: whether K and V live in pages. reason:
+    why not, or what still reads a dense copy of them. bytes_per_token: of its caches. advice: what would remove the
+    reason. layer: the module it belongs to, or its name. reads: names of the caches that it reads
+    (`GraphReport.caches`).
     """
 
     site: str
@@ -29,6 +35,9 @@ class SiteReport:
     paged: bool
     reason: str
     bytes_per_token: int
+    advice: str = ""
+    layer: str = ""
+    reads: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -36,17 +45,41 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class CacheReport:
+    """One cached tensor of a graph that lives in pages.
+
+    name, layer: as in `SiteReport`. group: which block table serves it, counted from 0. role: "key", "value" or "".
+    kind: "append", "create", "static", "slide" or "read". bytes_per_token: of one token. reason: what still reads a
+    dense copy of it, or "".
+    """
+
+    name: str
+    layer: str
+    group: int
+    role: str
+    kind: str
+    bytes_per_token: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """Everything found in one graph.
 
     groups: how many block tables serve it. passes: (name, matches, seconds) of each. note: why the whole graph was left
-    un-paged, if it was.
+    un-paged, if it was. caches: every cached tensor in pages.
     """
 
     sites: tuple[SiteReport, ...]
     groups: int = 0
     passes: tuple[tuple[str, int, float], ...] = ()
     note: str = ""
+    caches: tuple[CacheReport, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """What would remove the note."""
+        return advise(self.note)
 
 
 def report(state: GraphState) -> GraphReport:
@@ -55,7 +88,28 @@ def report(state: GraphState) -> GraphReport:
     read = {id(site) for attention in state.attentions for site in (attention.key, attention.value)}
     rows += [_cache_row(site) for site in state.sites if id(site) not in read]
     history = tuple((result.name, result.matches, result.seconds) for result in state.history)
-    return GraphReport(tuple(rows), len(state.groups), history)
+    caches = [
+        CacheReport(
+            site.name,
+            layer_of(site.new or site.node, site.name),
+            g,
+            site.role,
+            site.kind,
+            _token_bytes(site),
+            site.reason,
+        )
+        for g, group in enumerate(state.groups)
+        for site in group.sites
+    ]
+    return GraphReport(tuple(rows), len(state.groups), history, caches=tuple(caches))
+
+
+def layer_of(node: Node, otherwise: str = "") -> str:
+    """The module that a node belongs to, as "model.layers.0.self_attn"; else `otherwise`, or the node's name."""
+    stack = node.meta.get("nn_module_stack")
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    path = re.sub(r"^L\['\w+'\](\.__self__)?\.?", "", path)
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path) or otherwise or node.name
 
 
 def _attention_row(attention: AttentionSite) -> SiteReport:
@@ -66,12 +120,17 @@ def _attention_row(attention: AttentionSite) -> SiteReport:
     layout = sites[0].axes if sites else ""
     form = f"{sites[0].kind} by {sites[0].form}" if sites else ""
     size = sum(map(_token_bytes, sites))
-    return SiteReport(attention.node.name, layout, form, attention.form, mask, attention.paged, reason, size)
+    layer = layer_of(attention.node if attention.by_hand is None else attention.by_hand.output.node)
+    reads = tuple(site.name for site in sites)
+    name, spelling, paged = attention.node.name, attention.form, attention.paged
+    return SiteReport(name, layout, form, spelling, mask, paged, reason, size, advise(reason), layer, reads)
 
 
 def _cache_row(site: CacheSite) -> SiteReport:
     reason = f"{site.name}: {site.reason}" if site.reason else ""
-    return SiteReport(site.name, site.axes, f"{site.kind} by {site.form}", "", "", True, reason, _token_bytes(site))
+    form, layer = f"{site.kind} by {site.form}", layer_of(site.new or site.node, site.name)
+    size = _token_bytes(site)
+    return SiteReport(site.name, site.axes, form, "", "", True, reason, size, advise(reason), layer, (site.name,))
 
 
 def _token_bytes(site: CacheSite) -> int:

@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step": {"runtime", "tensor", "positions", "_layout"},
     "program": {"ops", "passes", "runtime", "tensor", "sizes", "positions", "step", "_config", "_errors", "_layout"},
     "adoption": {"passes", "runtime", "tensor"},
-    "verified": {"passes", "program", "step", "tensor", "difference", "_errors"},
+    "dense_run": {"tensor"},
+    "verified": {"dense_run", "passes", "program", "step", "tensor", "difference", "_errors"},
     "backend": {
         "passes",
         "program",
@@ -47,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiling": {"backend"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
-    "explain": {"_errors", "backend", "compiling", "passes", "patch", "reports"},
+    "plot": {"_errors", "passes"},
+    "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
 PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare", "testing"}  # on top: may import everything
 NEVER: dict[str, set[str]] = {
