@@ -62,7 +62,8 @@ class KVBudgetExceeded(PagedInductorError, MemoryError):
 class VerificationError(PagedInductorError, AssertionError):
     """With `verify=True`, a paged step or operation gave other values than the dense one beside it.
 
-    Nothing of the step was handed out, and its blocks are free again; older caches are as they were before it.
+    Nothing of the step was handed out, and its blocks are free again. Older caches are as they were before it, but for
+    static buffers, which keep what the step wrote into them.
 
     label: the program. graph: its graph's number, as `explain()` counts them; 0 for an eager operation. step: how many
     steps the cache had seen, this one included. layer: the module whose attention it is, or the graph node's name.
@@ -86,9 +87,9 @@ class VerificationError(PagedInductorError, AssertionError):
         super().__init__(
             f"{label}, step {step} ({place}): in the {what} of {layer}, paged and dense differ by {largest:.3g} at "
             f"index {list(index)} ({note}), where {allowed:.3g} is allowed. What comes before it in the step agrees. "
-            "The step was undone. Next: if the difference is small, and only rounding, raise verify_tolerance; "
-            'if inner="eager" removes it, the inner compiler made it; else it is a bug of this package: please report '
-            "it with this message and explain(model)"
+            "No cache of the step was handed out. Next: if the difference is small, and only rounding, raise "
+            'verify_tolerance; if inner="eager" removes it, the inner compiler made it; else it is a bug of this '
+            "package: please report it with this message and explain(model)"
         )
         self.label, self.graph, self.step, self.layer, self.what = label, graph, step, layer, what
         self.largest, self.index, self.allowed = largest, index, allowed

@@ -8,26 +8,27 @@ what the graph returns. After an attention that agrees, both sides go on with th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from ._errors import VerificationError
+from .dense_run import DenseRun
 from .difference import Difference, difference
 from .passes import CacheSite, GraphState
 from .passes.clone import clone
 from .passes.mask_effects import Writers
+from .passes.report import layer_of
 from .program import GroupPlan, PagedProgram
-from .runtime import StepViews
+from .step import Step
 from .tensor import PagedTensor
 from .tensor.handle import Form, plain
 from .tensor.materialize import copy_out
-from .tensor.verified import Shadow, VerifiedTensor, adopt, visible_tokens
+from .tensor.verified import Shadow, VerifiedTensor, promote
 
 __all__ = ["VerifiedProgram", "mark"]
 
@@ -45,18 +46,20 @@ def mark(gm: GraphModule) -> GraphModule:
 @dataclass(frozen=True)
 class _Check:
     """A comparison. kind: "stored" (`source` is a group, and `form` shows the cache of its view), "output" (`source` is
-    a position among the watched attentions), "result" or "input" (of the graph)."""
+    a position among the watched attentions), "result" or "input" (of the graph, the latter after it was written to).
+    node: the captured node whose value is compared, if it is not the one that the comparison waits for."""
 
     kind: str
     source: int
     layer: str
     what: str
     form: Form | None = None
+    node: str = ""
 
 
 class VerifiedProgram(PagedProgram):
     """A paged program that runs its captured graph, too, and compares. Raises `VerificationError` before any handle of
-    the step is handed out; the step is undone by that.
+    the step is handed out, which frees its blocks; only static buffers keep what was written into them.
 
     It runs the graph twice and keeps every cache twice, once dense: for finding faults. A graph that draws random
     numbers is compared only as far as both sides draw the same, which compilers do not promise.
@@ -81,35 +84,54 @@ class VerifiedProgram(PagedProgram):
         writers = Writers(gm.graph)
         self._written = [i for i, node in enumerate(captured) if writers.of([node])]
         self._checks: dict[str, list[_Check]] = {}
-        self._hides_padding: dict[str, int] = {}
+        self._hides_padding: dict[str, tuple[int, bool]] = {}
         self._kept_results: dict[int, _Check] = {}
         for g, (group, plan) in enumerate(zip(state.groups, plans)):
             for site, ordinal in zip(group.sites, plan.sites):
-                check = _Check("stored", g, _layer(site.node), _stored(site), plain(ordinal, site.axes))
-                self._checks.setdefault(site.node.meta[_MARK], []).append(check)
-                self._kept_results |= dict.fromkeys((kept.position for kept in site.outputs), check)
+                self._check_cache(gm, writers, position, site, g, plain(ordinal, site.axes))
         self._add_outputs(state, position)
         super().__init__(gm, state, examples, plans, compiler, label)
 
+    def _check_cache(
+        self, gm: GraphModule, writers: Writers, position: dict[str, int], site: CacheSite, g: int, form: Form
+    ) -> None:
+        """Compare what a cache holds, as soon as the captured graph has made it, or has written to it last."""
+        name = site.node.meta[_MARK]
+        layer = layer_of(site.new or site.node, site.name)
+        check = _Check("stored", g, layer, _stored(site), form)
+        self._kept_results |= dict.fromkeys((kept.position for kept in site.outputs), check)
+        if site.kind in ("static", "slide") and not site.functional:
+            buffer = site.past.name if site.past is not None else name
+            node = next(node for node in gm.graph.nodes if node.name == buffer)
+            name = writers.all_of([node])[-1].name
+            check = replace(check, node=buffer)
+            if site.past is not None:
+                check = replace(check, kind="input", source=position[buffer])
+        self._checks.setdefault(name, []).append(check)
+
     def _add_outputs(self, state: GraphState, position: dict[str, int]) -> None:
         """Have the rewritten graph return the outputs of its paged attentions, behind what it returns."""
-        alive = set(state.gm.graph.nodes)
+        marked = {node.meta[_MARK]: node for node in state.gm.graph.nodes if _MARK in node.meta}
         watched: list[Node] = []
         for attention in state.attentions:
-            node, key = attention.node, attention.key
-            if not attention.paged or key is None or key.kind == "create" or node not in alive:
+            key = attention.key
+            if not attention.paged or key is None or key.kind == "create":
                 continue
-            name = node.meta[_MARK]
-            self._checks.setdefault(name, []).append(_Check("output", len(watched), _layer(node), "output"))
-            if key.past is not None and attention.mask is not None and attention.mask.tensor is None:
-                self._hides_padding[name] = position[key.past.name]
+            captured = attention.node if attention.by_hand is None else attention.by_hand.output.node
+            name = captured.meta[_MARK]
+            node = marked.get(name)
+            if node is None:  # nobody reads its result
+                continue
+            if key.kind in ("append", "read") and key.past and attention.mask and attention.mask.tensor is None:
+                self._hides_padding[name] = (position[key.past.name], attention.by_hand is None)
+            self._checks.setdefault(name, []).append(_Check("output", len(watched), layer_of(captured), "output"))
             watched.append(node)
         output = state.gm.graph.output_node()
         output.args = ((*output.args[0], *watched),)  # type: ignore[misc]
         state.gm.recompile()
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        given = [adopt(x, self._tolerance) if isinstance(x, PagedTensor) else x for x in args]
+        given = [promote(x, self._tolerance) if isinstance(x, PagedTensor) else x for x in args]
         step = 1 + max((x._shadow.step for x in given if isinstance(x, VerifiedTensor)), default=0)
         with torch.inference_mode(False), torch.no_grad():
             dense = [x._shadow.values if isinstance(x, VerifiedTensor) else x for x in given]
@@ -138,7 +160,7 @@ class VerifiedProgram(PagedProgram):
         given: Sequence[Any],
         dense: Sequence[Any],
         returned: Sequence[Any],
-        steps: Sequence[StepViews],
+        steps: Sequence[Step],
         results: Sequence[Any],
     ) -> Sequence[Any] | _Fault:
         """Run the captured graph on `dense`; returns its results, or the first difference."""
@@ -151,21 +173,31 @@ class VerifiedProgram(PagedProgram):
                 if fault is not None:
                     raise _Found(_Fault(check, fault))
 
+        values: dict[str, Any] = {}
+        buffers = {check.node for checks in self._checks.values() for check in checks}
+        ragged = {name: (given[i], sdpa) for name, (i, sdpa) in self._hides_padding.items() if given[i]._view.ragged}
+
         def computed(name: str, value: Any) -> Any:
             """What the graph goes on with in place of `value`: the paged output of an attention, so that what is
             allowed at one does not grow from layer to layer."""
+            if name in buffers:
+                values[name] = value
             for check in self._checks.get(name, ()):
-                if check.form is not None:
-                    differing(PagedTensor(steps[check.source].view, check.form), value, check)
-                else:
-                    paged = returned[len(self._dense_outputs) + check.source]
-                    differing(paged, value, check)
+                if check.kind == "output":
+                    paged = returned[len(self._dense_outputs) + check.source].to(value.dtype)
+                    if name not in ragged or ragged[name][1]:  # by hand, the captured graph sees virtual padding
+                        differing(paged, value, check)
                     value = paged
+                elif check.kind == "input":
+                    differing(given[check.source], values[check.node], check)
+                else:
+                    whole = PagedTensor(steps[check.source].view, check.form)  # type: ignore[arg-type]
+                    differing(whole, values[check.node] if check.node else value, check)
             return value
 
-        padded = {name: given[i] for name, i in self._hides_padding.items() if given[i]._view.ragged}
+        padded = {name: handle for name, (handle, sdpa) in ragged.items() if sdpa}
         try:
-            expected = _DenseRun(self._dense, computed, padded).run(*dense)
+            expected = DenseRun(self._dense, computed, padded).run(*dense)
             for i, result in enumerate(results):
                 check = _Check("result", i, "the graph", f"result {i}")
                 differing(result, expected[i], self._kept_results.get(i, check))
@@ -198,51 +230,5 @@ class _Found(Exception):
         self.fault = fault
 
 
-class _DenseRun(Interpreter):
-    """Runs a captured graph; `computed(name, value)` sees every node's value, and says what to go on with.
-
-    padded: by name of an attention, a key handle whose shorter rows are virtually left padded: hidden from it, as the
-    paged attention does where the mask was proven.
-    """
-
-    def __init__(self, gm: GraphModule, computed: Callable[[str, Any], Any], padded: dict[str, VerifiedTensor]) -> None:
-        super().__init__(gm)
-        self.extra_traceback = False
-        self._computed = computed
-        self._padded = padded
-
-    def run_node(self, n: Node) -> Any:
-        handle = self._padded.get(n.name)
-        return self._computed(n.name, super().run_node(n) if handle is None else self._hidden(n, handle))
-
-    def _hidden(self, n: Node, handle: VerifiedTensor) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        values = dict(zip(names, args)) | kwargs
-        query, key = values["query"], values["key"]
-        axes = handle._form.axes
-        seen = visible_tokens(handle).permute([axes.index(axis) for axis in "BHSD"])
-        seen = seen[:, :1, :, :1].transpose(-2, -1)  # B 1 1 S
-        new = key.shape[2] - seen.shape[3]
-        visible = torch.cat([seen, seen.new_ones(seen.shape[0], 1, 1, new)], -1)
-        if values.get("is_causal"):
-            visible = visible & torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
-        mask = values.get("attn_mask")
-        if mask is None:
-            mask = torch.zeros((), dtype=query.dtype, device=query.device)
-        if mask.dtype == torch.bool:
-            mask = torch.zeros((), dtype=query.dtype, device=query.device).where(mask, float("-inf"))
-        values |= {"attn_mask": mask.where(visible, float("-inf")).to(query.dtype), "is_causal": False}
-        return n.target(**values)  # type: ignore[operator]
-
-
 def _stored(site: CacheSite) -> str:
     return {"key": "stored keys", "value": "stored values"}.get(site.role, "stored tokens")
-
-
-def _layer(node: Node) -> str:
-    """The module that a node belongs to, as "model.layers.0.self_attn"; else the node's name."""
-    stack = node.meta.get("nn_module_stack")
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    path = re.sub(r"^L\['\w+'\](\.__self__)?\.?", "", path)
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path) or node.name

@@ -115,6 +115,7 @@ class NormalizeAttention(Pass):
         node.meta["example_value"] = emit.example(query.meta["example_value"].new_empty, sizes)
         site.node = node
         result = _as_written(emit, node, output)
+        result.meta = dict(output.node.meta)
         output.node.replace_all_uses_with(result)
         for link in reversed(found.chain):
             graph.erase_node(link)

@@ -24,7 +24,7 @@ from .attend import without_padding
 from .handle import Form, PagedTensor
 from .materialize import copy_out, mutated, shown
 
-__all__ = ["Shadow", "VerifiedTensor", "adopt", "visible_tokens"]
+__all__ = ["Shadow", "VerifiedTensor", "promote", "visible_tokens"]
 
 aten = torch.ops.aten
 
@@ -82,21 +82,22 @@ class VerifiedTensor(PagedTensor):
             raise VerificationError(self._view.label, 0, shadow.step, shadow.layer, what, *fault)
 
 
-def adopt(handle: PagedTensor, tolerance: float | None) -> VerifiedTensor:
-    """A handle with a shadow for one that has none (made before verifying began): the only time that pages are read."""
-    if isinstance(handle, VerifiedTensor):
-        return handle
-    with torch.inference_mode(False):
-        values = copy_out(handle._view, handle._form)
-    shadow = Shadow(values, f"cache tensor {handle._form.site}", "stored tokens", 0, tolerance)
-    return VerifiedTensor(handle._view, handle._form, handle, shadow)
+def promote(handle: PagedTensor, tolerance: float | None) -> VerifiedTensor:
+    """Give a handle that has no shadow (made before verifying began, or from a dense buffer) the values in its pages:
+    the only time that they are believed. It is the same object afterwards, for whoever holds it."""
+    if not isinstance(handle, VerifiedTensor):
+        with torch.inference_mode(False):
+            values = copy_out(handle._view, handle._form)
+        handle.__class__ = VerifiedTensor
+        handle._shadow = Shadow(values, f"cache tensor {handle._form.site}", "stored tokens", 0, tolerance)  # type: ignore[attr-defined]
+    return handle  # type: ignore[return-value]
 
 
 def visible_tokens(handle: PagedTensor) -> Tensor:
     """Bool, of the handle's shape: False in the rows' virtual left padding."""
     view = handle._view
     spec = view.group.sites[handle._form.site]
-    pad = torch.tensor([view.length - seen for seen in view.lengths], device=spec.device)
+    pad = torch.tensor(view.pads, device=spec.device)
     token = torch.arange(view.length, device=spec.device) >= pad[:, None]
     return shown(token[:, None, :, None].expand(-1, spec.heads, -1, spec.head_dim), handle._form)
 
@@ -140,7 +141,7 @@ def _with_shadow(handle: PagedTensor, named: Shadow, values: Tensor) -> Verified
 
 def _on_shadows(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     def shadow(handle: PagedTensor) -> Tensor:
-        values = adopt(handle, None)._shadow.values
+        values = promote(handle, None)._shadow.values
         if func in _BY_STRIDES and values.stride() != handle.stride():  # a handle's crop has no gaps, a tensor's has
             values = torch.empty_strided(handle.shape, handle.stride(), dtype=handle.dtype).copy_(values)
         return values
@@ -180,7 +181,7 @@ def _check_values(func: Any, args: Any, kwargs: dict[str, Any], given: list[Veri
     mask, is_causal = without_padding(values["query"], key, values.get("attn_mask"), values.get("is_causal", False))
 
     def dense_side(value: Any) -> Any:
-        return adopt(value, None)._shadow.values if isinstance(value, PagedTensor) else value
+        return promote(value, None)._shadow.values if isinstance(value, PagedTensor) else value
 
     query, dense_key, value = dense_side(values["query"]), dense_side(key), dense_side(values["value"])
     grouped = query.shape[1] != dense_key.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from paged_inductor.tensor.verified import VerifiedTensor, adopt
+from paged_inductor.tensor.verified import VerifiedTensor, promote
 
 from .factory import paged_like
 from .model import Pair
@@ -20,7 +20,7 @@ class VerifiedMachine(TensorMachine):
     def create(self, batch: int, count: int) -> None:
         dense = [self.values(batch, count, site) for site in range(2 * self.layers)]
         handles = paged_like(*dense, axes=self.axes, block_size=self.block_size)
-        pairs = [Pair.of(adopt(h, 1e-5), d.clone(), self.axes) for h, d in zip(handles, dense)]
+        pairs = [Pair.of(promote(h, 1e-5), d.clone(), self.axes) for h, d in zip(handles, dense)]
         assert all(isinstance(pair.paged, VerifiedTensor) for pair in pairs)
         self.keep(dict(enumerate(pairs)))
 

@@ -16,7 +16,7 @@ import paged_inductor
 from paged_inductor import ConfigurationError, MissingExtraError, testing
 from paged_inductor.testing import Crop, Feed, Fork, FuzzFailure, Greedy, Loop, Reorder, Repeat, fuzz, replay
 
-from ..models.test_transformers import llama
+from ..models.test_windows import MODELS
 from ..models.zoo import Decoder, Form
 from .faulty import Faulty, greedy, step
 
@@ -49,8 +49,7 @@ def test_right_models_pass(form: Form) -> None:
 
 
 def test_transformers_pass() -> None:
-    torch.manual_seed(0)
-    model = llama().eval()
+    model = MODELS["Llama"].build("sdpa")
     fuzz(model, max_examples=4, **SMALL)
     replay(model, EVERYTHING)
 
@@ -83,8 +82,7 @@ def test_a_broken_operation_of_the_package_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_generate_of_the_users_own() -> None:
     fuzz(decoder(), generate=greedy, max_examples=5)
-    torch.manual_seed(0)
-    model = llama().eval()
+    model = MODELS["Llama"].build("sdpa")
 
     def beams(model: nn.Module, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model.generate(tokens, attention_mask=mask, num_beams=2, max_new_tokens=4, pad_token_id=0)

@@ -13,8 +13,10 @@ import torch
 import paged_inductor
 from paged_inductor import ConfigurationError, PagedTensor, VerificationError, ops
 
-from ..models.test_transformers import MODES, llama
-from ..models.test_windows import gemma3
+from ..models.static_zoo import FORMS as FORMS_IN_PLACE
+from ..models.static_zoo import StaticForm
+from ..models.static_zoo import generate as generate_in_place
+from ..models.test_windows import MODELS, MODES
 from ..models.zoo import Decoder, Form, decode, generate
 
 FORMS = [Form(), Form(layout="BSHD", gqa="expand", mask="float"), Form(store="list", mask="is_causal_or_bool")]
@@ -30,13 +32,21 @@ def verified(form: Form | None = None, layers: int = 3, **options: Any) -> tuple
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("make", "dtype"), [(llama, torch.float32), (llama, torch.bfloat16), (gemma3, torch.float32)])
-@pytest.mark.parametrize("mode", MODES)
-def test_transformers_pass(make: Any, mode: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = make().eval().to(dtype)
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype", "mode"),
+    [
+        *(("Llama", "sdpa", torch.float32, mode) for mode in MODES),
+        ("Llama", "sdpa", torch.bfloat16, "padded"),
+        ("Llama", "eager", torch.float32, "padded"),
+        ("Llama", "eager", torch.float32, "static"),
+        ("Gemma 3", "sdpa", torch.float32, "beams"),
+        ("Gemma 3", "sdpa", torch.float32, "static"),
+    ],
+)
+def test_transformers_pass(name: str, attention: str, dtype: torch.dtype, mode: str) -> None:
+    model = MODELS[name].build(attention).to(dtype)
     prompt = torch.randint(1, 97, (2, 7))
-    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, **MODES[mode]}
+    options = {"max_new_tokens": 20, "do_sample": False, **MODES[mode]}
     paged = paged_inductor.page(copy.deepcopy(model), inner="eager", verify=True)
     out = paged.generate(prompt, return_dict_in_generate=True, **options)
     if dtype == torch.float32:
@@ -46,6 +56,7 @@ def test_transformers_pass(make: Any, mode: str, dtype: torch.dtype) -> None:
         layer.keys.dense(), layer.values.dense()
     stats = paged_inductor.stats()
     assert stats.dense_fallbacks == 0 and stats.materializations.keys() <= {"dense"}
+    assert all(site.paged for site in paged_inductor.explain(paged).sites)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -99,6 +110,38 @@ def test_inference_mode_passes_in_and_out() -> None:
         past = [tuple(x.clone() for x in pair) for pair in past]
     tokens, past = decode(paged, prompt, logits.clone(), past, 12)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", [form for form in FORMS_IN_PLACE if form.layout or "func" in form.name], ids=str)
+def test_static_caches_pass(form: StaticForm) -> None:
+    torch.manual_seed(3)
+    model = form.make()
+    prompts = [torch.randint(0, 61, (2, length)) for length in (7, 5)]
+    model.start(2, 64)
+    expected = generate_in_place(form, model, model, prompts, 12)
+    model.start(2, 64)
+    step = paged_inductor.page(model, inner="eager", verify=True)
+    assert torch.equal(generate_in_place(form, model, step, prompts, 12), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_static_cache_is_never_believed_again() -> None:
+    """Its shadow is its own from the step after its adoption on."""
+    torch.manual_seed(3)
+    form = next(form for form in FORMS_IN_PLACE if form.name == "litgpt")
+    model = form.make()
+    model.start(2, 64)
+    feed = form.feed(model, paged_inductor.page(model, inner="eager", verify=True))
+    tokens = torch.randint(0, 61, (2, 20))
+    with torch.no_grad():
+        for seen in range(6):
+            feed(tokens[:, seen : seen + 1], seen)
+        handle = feed.caches()[2]
+        handle._view.group.arenas[handle._form.site][handle._view.rows[1].blocks[0], 0, 2] += 1.0
+        with pytest.raises(VerificationError, match=r"stored keys of layers.1") as caught:
+            feed(tokens[:, 6:7], 6)
+    assert caught.value.index[:3] == (1, 0, 2)
 
 
 # -- injected faults -----------------------------------------------------------------------------------------
