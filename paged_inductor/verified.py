@@ -120,14 +120,15 @@ class VerifiedProgram(PagedProgram):
             key = attention.key
             if not attention.paged or key is None or key.kind == "create":
                 continue
-            captured = attention.node if attention.by_hand is None else attention.by_hand.output.node
-            name = captured.meta[_MARK]
+            name = attention.result.meta[_MARK]
             node = marked.get(name)
             if node is None:  # nobody reads its result
                 continue
             if key.kind in ("append", "read") and key.past and attention.mask and attention.mask.tensor is None:
                 self._hides_padding[name] = (position[key.past.name], attention.by_hand is None)
-            self._checks.setdefault(name, []).append(_Check("output", len(watched), layer_of(captured), "output"))
+            self._checks.setdefault(name, []).append(
+                _Check("output", len(watched), layer_of(attention.result), "output")
+            )
             watched.append(node)
         output = state.gm.graph.output_node()
         output.args = ((*output.args[0], *watched),)  # type: ignore[misc]

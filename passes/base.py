@@ -181,6 +181,13 @@ class AttentionSite:
     reason: str = ""
 
     @property
+    def result(self) -> Node:
+        """The node with the attention's result as the program wrote it, which has its metadata; it may be replaced."""
+        if self.lowered is not None:
+            return self.lowered.output
+        return self.node if self.by_hand is None else self.by_hand.output.node
+
+    @property
     def kv_len(self) -> int | SymInt:
         """How many keys the attention is written over. Obligation: it has candidates."""
         assert self.candidates is not None

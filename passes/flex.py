@@ -78,6 +78,7 @@ def lower(gm: GraphModule, flex: Node, known: dict[str, Node] | None = None) -> 
     except (NotLowered, UnknownSize) as reason:
         _erase(emit.inserted)
         raise NotLowered(str(reason)) from None
+    output.meta = {**used[0].meta, **output.meta}
     used[0].replace_all_uses_with(output)
     return Lowered(flex, used[0], scores, output, emit.inserted)
 

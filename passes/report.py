@@ -120,7 +120,7 @@ def _attention_row(attention: AttentionSite) -> SiteReport:
     layout = sites[0].axes if sites else ""
     form = f"{sites[0].kind} by {sites[0].form}" if sites else ""
     size = sum(map(_token_bytes, sites))
-    layer = layer_of(attention.node if attention.by_hand is None else attention.by_hand.output.node)
+    layer = layer_of(attention.result)
     reads = tuple(site.name for site in sites)
     name, spelling, paged = attention.node.name, attention.form, attention.paged
     return SiteReport(name, layout, form, spelling, mask, paged, reason, size, advise(reason), layer, reads)

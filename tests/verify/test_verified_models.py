@@ -18,6 +18,8 @@ from ..models.static_zoo import StaticForm
 from ..models.static_zoo import generate as generate_in_place
 from ..models.test_windows import MODELS, MODES
 from ..models.zoo import Decoder, Form, decode, generate
+from ..passes.test_flex import alibi, squared, windowed
+from ..passes.test_flex import step as flex_step
 
 FORMS = [Form(), Form(layout="BSHD", gqa="expand", mask="float"), Form(store="list", mask="is_causal_or_bool")]
 
@@ -142,6 +144,21 @@ def test_a_static_cache_is_never_believed_again() -> None:
         with pytest.raises(VerificationError, match=r"stored keys of layers.1") as caught:
             feed(tokens[:, 6:7], 6)
     assert caught.value.index[:3] == (1, 0, 2)
+
+
+@pytest.mark.parametrize("score_mod", [alibi, windowed, squared])
+def test_flex_attention_passes(score_mod: Any) -> None:
+    def step(x: torch.Tensor, past: Any) -> tuple[torch.Tensor, Any]:
+        return flex_step(score_mod, 0, False, x, past)
+
+    verified_step = torch.compile(step, backend="paged_inductor", options={"inner": "eager", "verify": True})
+    past = dense = None
+    with torch.no_grad():
+        for x in torch.randn(2, 4, 14, 8).split([7, 1, 1, 1, 4], 2):
+            y, past = verified_step(x, past)
+            wanted, dense = step(x, dense)
+            torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    assert isinstance(past[0], PagedTensor)
 
 
 # -- injected faults -----------------------------------------------------------------------------------------
