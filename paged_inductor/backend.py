@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ._config import config, require_bool
 from ._errors import ConfigurationError
@@ -18,7 +18,7 @@ from .adoption import AdoptingProgram
 from .group_plan import describe, plan_groups, site_spec
 from .inner import INNER_COMPILERS, compile_inner
 from .passes import CacheSite, GraphReport, page_graph
-from .passes.mask_effects import written
+from .passes.mask_effects import Writers, written
 from .passes.symbols import UnknownSize
 from .program import PagedProgram, make_dense
 from .reports import publish, published
@@ -88,6 +88,9 @@ def paged_inductor(
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
     if fake_mode is None:
         return _unpaged(gm, example_inputs, settings, "the graph has no tensor inputs")
+    shared = _shared_and_written(gm, placeholders, example_inputs)
+    if shared:
+        return _unpaged(gm, example_inputs, settings, f"not paged: {shared} shares memory with another input")
     facts = {name: fact for name, handle in handles.items() if (fact := describe(handle)) is not None}
     block_size = config().block_size
 
@@ -128,6 +131,20 @@ def paged_inductor(
 
 
 paged_inductor.pages_kv = True  # type: ignore[attr-defined]  # how PagedTensor recognises its own backend
+
+
+def _shared_and_written(gm: GraphModule, placeholders: Sequence[Node], example_inputs: Sequence[Any]) -> str:
+    """The name of an input that the graph writes to and that shares memory with another one, which nothing in the graph
+    tells; or ''."""
+    users: dict[int, list[Node]] = {}
+    for node, value in zip(placeholders, example_inputs):
+        if isinstance(value, Tensor) and not isinstance(value, PagedTensor) and value.layout == torch.strided:
+            users.setdefault(value.untyped_storage()._cdata, []).append(node)
+    several = [node for nodes in users.values() if len(nodes) > 1 for node in nodes]
+    if not several:
+        return ""
+    writers = Writers(gm.graph)
+    return next((node.name for node in several if writers.of([node]) is not None), "")
 
 
 def _unpaged(

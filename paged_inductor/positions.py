@@ -26,8 +26,8 @@ class StartReader(ABC):
     def __call__(self, args: Sequence[Any]) -> int:
         """The first position; -1 if the positions are not consecutive."""
 
-    def succeeded(self, args: Sequence[Any]) -> None:  # noqa: B027  (most have nothing to remember)
-        """The call for `args`, whose position was just read, succeeded."""
+    def succeeded(self, args: Sequence[Any], first: int) -> None:  # noqa: B027  (most have nothing to remember)
+        """The call for `args`, whose position was read as `first`, succeeded."""
 
 
 class _Size(StartReader):
@@ -57,7 +57,7 @@ class _Counter(StartReader):
     """A tensor of one number, on the device.
 
     If it is an argument that the graph itself moves on, it is read only if something else wrote to it since the last
-    call: a read waits for the device.
+    call: a read waits for the device. (Not on the CPU, where it costs nothing.)
     """
 
     def __init__(
@@ -68,26 +68,26 @@ class _Counter(StartReader):
         self._position = position
         self._moves = moves
         self._known = WeakIdKeyDictionary()  # tensor -> (its version, its value)
-        self._last = 0
 
     def __call__(self, args: Sequence[Any]) -> int:
-        self._last = value = self._remembered(args)
-        return value
-
-    def _remembered(self, args: Sequence[Any]) -> int:
-        if self._position is not None and self._moves is not None:
-            counter = args[self._position]
-            if not counter.is_inference():  # those have no version
-                version, value = self._known.get(counter, (-1, 0))
-                if version == counter._version:
-                    return value
+        counter = self._tracked(args)
+        if counter is not None:
+            version, value = self._known.get(counter, (-1, 0))
+            if version == counter._version:
+                return value
         return int(self._evaluate(args))
 
-    def succeeded(self, args: Sequence[Any]) -> None:
-        if self._position is None or self._moves is None or args[self._position].is_inference():
-            return
-        counter = args[self._position]
-        self._known[counter] = (counter._version, self._last + self._moves(args))
+    def succeeded(self, args: Sequence[Any], first: int) -> None:
+        counter = self._tracked(args)
+        if counter is not None and self._moves is not None:
+            self._known[counter] = (counter._version, first + self._moves(args))
+
+    def _tracked(self, args: Sequence[Any]) -> torch.Tensor | None:
+        """The counter, if its version tells of every write that is not the graph's own."""
+        if self._position is None or self._moves is None:
+            return None
+        counter: torch.Tensor = args[self._position]
+        return None if counter.device.type == "cpu" or counter.is_inference() else counter
 
 
 def start_reader(start: Start, gm: GraphModule, count: Reader) -> StartReader:

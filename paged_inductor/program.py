@@ -98,9 +98,9 @@ class PagedProgram:
             del inputs
             runtime.end(self._groups)
         commit(steps)
-        for plan in self._plans:
-            if plan.static is not None:
-                plan.static.succeeded(args)
+        for plan, step in zip(self._plans, steps):
+            if plan.static is not None and step.extent is not None:
+                plan.static.succeeded(args, step.extent - plan.count(args))
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle

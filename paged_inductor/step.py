@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ._layout import chunks_needed
 from .positions import StartReader
 from .runtime import CacheGroup, StepViews, View, manager
 from .tensor import derive
@@ -40,14 +39,13 @@ class Step:
         """The group's arguments of the compiled graph, but for its arenas."""
         schedule = manager().schedule(self.view)
         table, lens = schedule.block_table, schedule.seq_lens
-        chunks = (schedule.num_chunks, schedule.row_chunks)
+        chunks = (schedule.num_chunks, schedule.row_chunks) if decodes else ()
         if self.extent is None:
-            return (table, lens, *chunks) if decodes else (table, lens)
+            return (table, lens, *chunks)
+        up_to_here = lens
         if self.extent != self.view.extent:  # written before the end, as after a crop
-            lens = torch.full_like(lens, self.extent - min(0, *self.view.pads))
-            per_row = max(1, chunks_needed(self.extent - min(0, *self.view.pads), self.view.group.block_size))
-            chunks = (max(1, per_row * len(self.view.rows)), per_row)
-        return (table, lens, self.extent, *chunks) if decodes else (table, lens, self.extent)
+            up_to_here = torch.full_like(lens, self.extent - min(0, *self.view.pads))
+        return (table, up_to_here, self.extent, lens, self.view.extent, *chunks)
 
 
 @dataclass(frozen=True)
@@ -79,10 +77,10 @@ class StaticWrites:
         reserve(view, first, stop, self.complete)
         return Step(view, extent=stop, before=before)
 
-    def succeeded(self, args: Sequence[Any]) -> None:
-        """The call for `args` succeeded."""
+    def succeeded(self, args: Sequence[Any], first: int) -> None:
+        """The call for `args`, which wrote from position `first` on, succeeded."""
         for start in self.starts:
-            start.succeeded(args)
+            start.succeeded(args, first)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ def triangle(value: Any) -> float | None:
     """
     if not isinstance(value, Tensor) or type(value) is not Tensor or value.dim() < 2 or value.is_inference():
         return None
+    if not value.untyped_storage().resizable():  # shared with numpy, say, whose writes nobody would notice
+        return None
     size = value.shape[-1]
     if size < 2 or value.shape[-2] != size or value.numel() != size * size or value.numel() > _LARGEST:
         return None
@@ -46,16 +48,23 @@ class Triangles:
         found = [(i, node.name, triangle(x)) for i, (node, x) in enumerate(zip(placeholders, examples))]
         self.numbers = {name: number for _, name, number in found if number is not None}
         self._positions = [(i, number) for i, _, number in found if number is not None]
-        self._seen = {i: (examples[i], examples[i]._version) for i, _ in self._positions}
+        self._seen = {i: (examples[i], _state(examples[i])) for i, _ in self._positions}
 
     def hold(self, args: Sequence[Any]) -> bool:
         """Whether the inputs are the same triangles."""
         for i, number in self._positions:
             value = args[i]
-            known, version = self._seen[i]
-            if value is known and not value.is_inference() and value._version == version:
+            if value.is_inference():
+                return False
+            known, state = self._seen[i]
+            if value is known and _state(value) == state:
                 continue
             if triangle(value) != number:
                 return False
-            self._seen[i] = (value, value._version)
+            self._seen[i] = (value, _state(value))
         return True
+
+
+def _state(value: Tensor) -> tuple[int, int]:
+    """What changes when a tensor's content does, as far as torch keeps account of it."""
+    return value._version, value.data_ptr()

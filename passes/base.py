@@ -235,8 +235,9 @@ class GraphState:
 class NewInput:
     """A placeholder that the rewrite added for group `group`.
 
-    kind: "table", "lens", "extent" (if it is static: positions written after this step), then "num_chunks" and
-    "row_chunks" if it has attention with one query, then one "arena" per site, in the order of `site`.
+    kind: "table", "lens", then if it is static "extent" (the positions up to the last one that this step writes),
+    "written_lens" and "written" (of all that were written), then "num_chunks" and "row_chunks" if it has attention with
+    one query, then one "arena" per site, in the order of `site`.
     """
 
     kind: str

@@ -115,7 +115,8 @@ class _Walk:
             dim = argument(node, 1, "dim")
             return "" if dim in (-1, len(shape(node)) - 1) else f"{node.name} is a softmax over another dimension"
         if _subtracted_maximum(node, scores):
-            return ""  # softmax does not see it
+            self.scores.shifted = True
+            return ""
         if score_product(node) is not None or is_call(node, (F.linear,)):
             self.lost = True
         return self.scores.follow(node, scores)

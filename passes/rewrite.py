@@ -17,9 +17,9 @@ from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInpu
 from .mask_effects import Writers
 from .masks import MaskSpec
 from .prune import prune
-from .static_reads import plan_reads
+from .static_reads import StaticReads
 from .symbols import fake_like, fresh_size, size_node
-from .tensors import argument, expr, hint, shape
+from .tensors import argument, expr, hint, is_call, shape
 
 __all__ = ["ArenaStrides", "Rewrite"]
 
@@ -37,7 +37,7 @@ class Rewrite(Pass):
         self._block_size = block_size
         self._arena_strides = arena_strides
         self._masks: dict[tuple[Node, Node], Node] = {}
-        self._static: dict[object, Node] = {}
+        self._reads = StaticReads()
         self._group_of: dict[int, CacheGroupSites] = {}
         self._starts: dict[sympy.Symbol, sympy.Expr] = {}
         self._windows: dict[tuple[object, ...], Node] = {}
@@ -102,7 +102,11 @@ class Rewrite(Pass):
 
         table = add("table", 0, fake_like((batch, width), (width, 1), torch.int32, device, self._mode))
         lens = add("lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
-        extent = add("extent", 0, fresh_size(env, f"pi_extent_{g}", 48 + g)) if group.kind == "static" else None
+        extent = None
+        if group.kind == "static":
+            extent = add("extent", 0, fresh_size(env, f"pi_extent_{g}", 48 + g))
+            all_lens = add("written_lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
+            written = add("written", 0, fresh_size(env, f"pi_written_{g}", 96 + g))
         chunks = []
         if decodes:
             for n, kind in enumerate(("num_chunks", "row_chunks")):
@@ -123,6 +127,7 @@ class Rewrite(Pass):
             new_tokens = size_node(graph, lead.new_tokens)
         anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
         if group.start is not None and extent is not None:
+            self._reads.whole[anchor] = (table, all_lens, written, new_tokens, block_size, *chunks)
             self._starts[group.start] = expr(extent.meta["example_value"]) - expr(lead.new_tokens)
         return anchor
 
@@ -193,7 +198,7 @@ class Rewrite(Pass):
             if attention.key.kind == "static":
                 start = self._group_of[id(attention.key)].start
                 assert start is not None
-                plan, mask_tensor = plan_reads(graph, attention, plan, self._static, start)
+                plan, mask_tensor = self._reads.plan(graph, attention, plan, start)
                 mask = self._with_starts(mask, attention)
             if mask_tensor is not None and mask.tensor is None:  # the mask as it was written says it all
                 mask = MaskSpec(None, None, False, mask_tensor, mask.proof)
@@ -228,15 +233,25 @@ class Rewrite(Pass):
         state.gm.graph.output_node().args = (tuple(outputs[i] for i in state.dense_outputs),)
 
     @staticmethod
-    def _densify(graph: Graph, site: CacheSite, arena: Node, plan: Node) -> None:
+    def _answer_sizes(graph: Graph, site: CacheSite) -> None:
+        """Who asks for a size of a cache is no reader of it."""
+        for user in list(site.node.users):
+            size = user.meta.get("example_value")
+            if is_call(user, (), ("size", "dim", "numel")) and isinstance(size, (int, SymInt)):
+                with graph.inserting_before(user):
+                    user.replace_all_uses_with(size_node(graph, size))  # type: ignore[arg-type]
+                graph.erase_node(user)
+
+    def _densify(self, graph: Graph, site: CacheSite, arena: Node, plan: Node) -> None:
         """Whoever still reads the dense cache gets a copy of the pages."""
+        self._answer_sizes(graph, site)
         users = list(site.node.users)
         if users:
             site.reason = f"{users[0].name} reads it whole"
             after = plan if site.kind == "read" else site.write
             with graph.inserting_before(site.node if after in (None, site.node) else after.next):
                 if site.kind == "static":
-                    plan = graph.call_function(ops.plan_static, (plan, size_node(graph, site.size("S"))))
+                    plan = self._reads.whole_plan(graph, plan, site.size("S"))
                 dense = graph.call_function(ops.gather, (arena, plan))
             if site.axes == "BSHD":
                 with graph.inserting_after(dense):

@@ -62,6 +62,7 @@ class ScoreForm:
     lead: int = 2
     heads: set[int] = field(default_factory=set)
     fault: str = ""
+    shifted: bool = False  # a row's maximum was subtracted: softmax does not see it, but a cap or a sink does
     _inner: float = 1.0  # what scaled the scores before they were capped
     _capped: float | None = None  # what has scaled them since, if they were
 
@@ -165,8 +166,8 @@ class ScoreForm:
         return ""
 
     def _cap(self, node: Node) -> str:
-        if self._capped is not None or self.bias:
-            return f"{node.name} bounds scores that are biased or bounded before"
+        if self._capped is not None or self.bias or self.shifted:
+            return f"{node.name} bounds scores that are biased, bounded or shifted before"
         self._inner = self.scale
         self._set_cap(1.0)
         return ""
@@ -209,6 +210,8 @@ class ScoreForm:
         last = len(shape(scores)) - 1
         if len(parts) != 2 or len(others) != 1 or dim not in (-1, last) or not is_tensor(others[0]):
             return f"{node.name} joins the scores with something other than one sink"
+        if self.shifted:
+            return f"{node.name} joins a sink with scores that are shifted before"
         if not same_size(shape(others[0])[-1], 1):
             return f"{node.name} joins the scores with more than one sink"
         self.sink, self.sink_first = others[0], parts[1] is scores

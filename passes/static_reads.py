@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sympy
 import torch
+from torch import SymInt
 from torch.fx import Graph, Node
 
 from .. import ops
@@ -11,28 +12,44 @@ from .base import AttentionSite
 from .symbols import size_node
 from .tensors import expr, same_size
 
-__all__ = ["plan_reads"]
+__all__ = ["StaticReads"]
 
 
-def plan_reads(
-    graph: Graph, attention: AttentionSite, plan: Node, plans: dict[object, Node], start: sympy.Expr
-) -> tuple[Node, Node | None]:
-    """The plan to read a static cache by, and the mask tensor that must be applied (None: only its proven bounds).
+class StaticReads:
+    """Plans to read static caches by; layers share them. They stand behind the plan of the group's writes.
 
-    Nodes are inserted at the graph's insertion point; `plans` remembers those that layers share; `start` stands for the
-    first position that this step writes.
+    whole: for the plan of each group's writes, the arguments of the plan of everything that was ever written.
     """
-    spec, kv_len = attention.mask, attention.kv_len
-    assert spec is not None
-    if spec.tensor is None and _is_written(attention, start):
-        return plan, None
-    key = (plan, expr(kv_len))
-    if key not in plans:
-        plans[key] = graph.call_function(ops.plan_static, (plan, size_node(graph, kv_len)))
-    mask = attention.mask_node
-    if mask is None:
-        mask = _explicit(graph, attention, plans)
-    return plans[key], mask
+
+    def __init__(self) -> None:
+        self.whole: dict[Node, tuple[object, ...]] = {}
+        self._made: dict[object, Node] = {}
+
+    def plan(self, graph: Graph, attention: AttentionSite, plan: Node, start: sympy.Expr) -> tuple[Node, Node | None]:
+        """The plan for an attention, and the mask tensor that must be applied (None: only its proven bounds).
+
+        plan: of the group's writes. start: stands for the first position that this step writes.
+        """
+        spec, kv_len = attention.mask, attention.kv_len
+        assert spec is not None
+        if spec.tensor is None and _is_written(attention, start):
+            return plan, None
+        mask = attention.mask_node
+        if mask is None:
+            mask = _explicit(graph, attention, self._made)
+        return self.whole_plan(graph, plan, kv_len), mask
+
+    def whole_plan(self, graph: Graph, plan: Node, kv_len: int | SymInt) -> Node:
+        """The plan for the first `kv_len` positions of buffers, whether they were written or not."""
+        key, part = ("whole", plan), ("whole", plan, expr(kv_len))
+        if key not in self._made:
+            with graph.inserting_before(plan.next):
+                self._made[key] = graph.call_function(ops.plan_step, self.whole[plan])
+        if part not in self._made:
+            whole = self._made[key]
+            with graph.inserting_before(whole.next):
+                self._made[part] = graph.call_function(ops.plan_static, (whole, size_node(graph, kv_len)))
+        return self._made[part]
 
 
 def _is_written(attention: AttentionSite, start: sympy.Expr) -> bool:

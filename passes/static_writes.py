@@ -65,7 +65,7 @@ def _setitem(node: Node) -> Write | None:
     if is_tensor(item):
         return _at_positions(node, buffer, dim, item, new)
     if isinstance(item, slice) and item.step in (None, 1):
-        return _at_slice(node, buffer, dim, item.start, new)
+        return _at_slice(node, buffer, dim, item, new)
     return None
 
 
@@ -112,12 +112,16 @@ def _converts_nothing(node: Node) -> bool:
     return a.dtype == b.dtype and a.device == b.device
 
 
-def _at_slice(node: Node, buffer: Node, dim: int, start: object, new: Node) -> Write | None:
-    value = start.meta.get("example_value") if isinstance(start, Node) else start
-    value = 0 if value is None else value
-    if dim not in (1, 2) or not isinstance(value, (int, torch.SymInt)) or (isinstance(value, int) and value < 0):
+def _at_slice(node: Node, buffer: Node, dim: int, item: slice, new: Node) -> Write | None:
+    """A slice that is as long as what is written to it: torch would broadcast a single token."""
+    start, stop = (x.meta.get("example_value") if isinstance(x, Node) else x for x in (item.start, item.stop))
+    start, stop = 0 if start is None else start, shape(buffer)[dim] if stop is None else stop
+    for bound in (start, stop):
+        if not isinstance(bound, (int, torch.SymInt)) or (isinstance(bound, int) and bound < 0):
+            return None
+    if dim not in (1, 2) or len(shape(new)) != 4 or not same_size(stop - start, shape(new)[dim]):
         return None
-    return Write(node, buffer, dim, new, Start(size=value))
+    return Write(node, buffer, dim, new, Start(size=start))
 
 
 def _at_positions(node: Node, buffer: Node, dim: int, index: Node, new: Node, functional: bool = False) -> Write | None:

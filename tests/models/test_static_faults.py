@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -189,3 +191,121 @@ def test_an_adopted_model_can_be_unpaged_and_goes_on() -> None:
         found.append(logits[:, -1].argmax(-1, keepdim=True))
         logits = feed(found[-1], 5 + i)
     assert torch.equal(torch.cat(found, 1), expected[:, 5:])
+
+
+class Ring(nn.Module):
+    """The oldest token is overwritten at `position % length`; attention reads the whole buffer."""
+
+    length = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(1, 2, self.length, 8))
+        self.register_buffer("v", torch.zeros(1, 2, self.length, 8))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.k[:, :, at] = k
+        self.v[:, :, at] = v
+        return F.scaled_dot_product_attention(q, self.k, self.v, mask), self.k.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [True, False])
+def test_tokens_behind_the_one_that_is_written_are_seen(masked: bool) -> None:
+    torch.manual_seed(0)
+    module = Ring()
+    twin = copy.deepcopy(module)
+    step = torch.compile(module, backend="paged_inductor", options={"inner": "eager"})
+    for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 0, 17):
+        q, k, v = torch.randn(3, 1, 2, 1, 8).unbind()
+        at = torch.tensor([i % Ring.length])
+        mask = (torch.arange(Ring.length) <= i)[None] if masked else None
+        for ours, theirs in zip(step(q, k, v, at, mask), twin(q, k, v, at, mask)):
+            close(ours, theirs)
+
+
+class Broadcast(nn.Module):
+    """One token is written to several positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(1, 2, 40, 8))
+        self.register_buffer("v", torch.zeros(1, 2, 40, 8))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, a: int, b: int) -> Tensor:
+        self.k[:, :, a:b] = k
+        self.v[:, :, a:b] = v
+        return F.scaled_dot_product_attention(q, self.k[:, :, :b], self.v[:, :, :b])
+
+
+@torch.no_grad()
+def test_a_token_that_is_broadcast_over_a_slice() -> None:
+    torch.manual_seed(0)
+    module = Broadcast()
+    twin = copy.deepcopy(module)
+    step = torch.compile(module, backend="paged_inductor", options={"inner": "eager"})
+    for a, b in ((0, 3), (3, 6), (6, 9), (9, 10), (10, 11), (11, 12)):
+        q, k, v = torch.randn(3, 1, 2, 1, 8).unbind()
+        close(step(q, k, v, a, b), twin(q, k, v, a, b))
+    close(module.k + 0, twin.k)
+
+
+class Counted(nn.Module):
+    """Caches and their counter are arguments."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, count: Tensor) -> Tensor:
+        at = torch.arange(k.shape[2]) + count
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, v)
+        count.add_(k.shape[2])
+        return F.scaled_dot_product_attention(q, keys, values, torch.arange(LENGTH) <= at[:, None])
+
+
+def counted_loop(step: Any, seed: int) -> list[Tensor]:
+    with torch.no_grad():
+        keys, values, count = torch.zeros(1, 2, LENGTH, 8), torch.zeros(1, 2, LENGTH, 8), torch.zeros(1).long()
+        generator = torch.Generator().manual_seed(seed)
+        outs = []
+        for i in range(30):
+            q, k, v = torch.randn(3, 1, 2, 3 + seed if i == 0 else 1, 8, generator=generator).unbind()
+            outs.append(step(q, k, v, keys, values, count))
+    return outs
+
+
+def test_threads_with_counters_of_their_own() -> None:
+    module = Counted()
+    step = torch.compile(module, backend="paged_inductor", options={"inner": "eager"})
+    counted_loop(step, 9)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda seed: counted_loop(step, seed), range(3)))
+    finally:
+        sys.setswitchinterval(interval)
+    for seed, outs in enumerate(found):
+        for ours, theirs in zip(outs, counted_loop(module, seed)):
+            close(ours, theirs)
+
+
+class Aliased(nn.Module):
+    """`alias` is the counter's memory: only the caller knows."""
+
+    def forward(self, q: Tensor, k: Tensor, keys: Tensor, count: Tensor, alias: Tensor) -> Tensor:
+        length = k.shape[2]
+        at = torch.arange(length) + count
+        alias.add_(length)
+        seen = torch.arange(length) + count - length
+        keys.index_copy_(2, at, k)
+        return F.scaled_dot_product_attention(q, keys, keys, torch.arange(LENGTH) <= seen[:, None])
+
+
+@torch.no_grad()
+def test_inputs_that_share_memory() -> None:
+    module = Aliased()
+    step = torch.compile(module, backend="paged_inductor", options={"inner": "eager"})
+    state = [(torch.zeros(1, 2, LENGTH, 8), torch.zeros((), dtype=torch.long)) for _ in range(2)]
+    for length in (7, 1, 1, 1):
+        q, k = torch.randn(2, 1, 2, length, 8).unbind()
+        outs = [call(q, k, keys, n, n.view(1)) for call, (keys, n) in zip((step, module), state)]
+        close(*outs)
