@@ -1,4 +1,4 @@
-"""`python -m benchmarks.coverage [--only TEXT ...] [--tokens N]`: run the cases, each in a process of its own.
+"""`python -m benchmarks.coverage [--only TEXT ...] [--modes MODE ...]`: run the cases, each in a process of its own.
 
 Writes benchmarks/results/coverage.json, where a row replaces the earlier one of the same versions of torch and
 transformers, and from all rows docs/coverage.md. Each row is written as soon as it is known; with --only, the cases
@@ -13,7 +13,7 @@ import json
 import logging
 import multiprocessing
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.harness import RESULTS, machine
 
-from .case import Case, examine, fresh
+from .case import MODES, Case, examine, fresh
 from .cases import CASES
 from .page import PAGE, page, row_key
 
@@ -76,12 +76,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="which models are paged, and what of them")
     parser.add_argument("--only", nargs="+", default=[""], help="run the cases whose name contains one of these")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens per run (40)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="run only these (all)")
     parser.add_argument("--print", action="store_true", help="write nothing")
     options = parser.parse_args()
     for case in CASES:
         name = f"{case.package} {case.model} {case.cache}".lower()
         if any(text.lower() in name for text in options.only):
-            row = run_case(case, options.tokens)
+            modes = tuple(mode for mode in case.modes if mode in options.modes)
+            row = run_case(replace(case, modes=modes), options.tokens)
             print(json.dumps(row), flush=True)
             if not options.print:
                 write({"machine": machine(), "versions": versions(), "new_tokens": options.tokens, "rows": [row]})

@@ -116,6 +116,7 @@ ARCHITECTURES = (
         {**SIZES, "alibi": True, "new_decoder_architecture": False, "multi_query": False},
         deviation=0.5,
         seed=5,
+        static=False,  # it builds ALiBi for the prompt's length
     ),
     Architecture(
         "BLOOM", "BloomConfig", "BloomForCausalLM", {**COMMON, "hidden_size": 32, "n_layer": 2, "n_head": 4}, seed=2

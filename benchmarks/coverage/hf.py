@@ -76,7 +76,8 @@ class Generation(Subject):
         cache = transformers.StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
         if self.architecture.kind == "decoder":
             return cache
-        cross = transformers.StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=20)
+        encoded = 20 if self.architecture.kind == "speech" else PROMPT
+        cross = transformers.StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=encoded)
         return transformers.EncoderDecoderCache(cache, cross)
 
 
