@@ -165,7 +165,22 @@ def keys_changed_after_the_cache(q: Tensor, k: Tensor, v: Tensor, visible: Tenso
     return (q @ repeat(k * angle.cos()).mT + additive(visible)).softmax(-1) @ repeat(v)
 
 
+def capped_after_a_shift(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    scores = q @ repeat(k).mT
+    scores = 3 * torch.tanh((scores - scores.amax(-1, keepdim=True)) / 3)
+    return (scores + additive(visible)).softmax(-1) @ repeat(v)
+
+
+def a_sink_after_a_shift(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    scores = q @ repeat(k).mT + additive(visible)
+    scores = scores - scores.amax(-1, keepdim=True)
+    sinks = SINKS.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ repeat(v)
+
+
 DENSE: dict[Attend, str] = {
+    capped_after_a_shift: "bounds scores that are biased, bounded or shifted",
+    a_sink_after_a_shift: "joins a sink with scores that are shifted",
     weights_are_read_twice: "reads the weights, too",
     bounded_after_the_mask: "bounds scores that are biased",
     hidden_by_a_small_number: "by -3.0, which does not hide them",
