@@ -61,6 +61,8 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 	$(BIN)/python -m benchmarks.decode_step
 	$(BIN)/python -m benchmarks.host_step
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.kinds
+	$(BIN)/python -m benchmarks.pass_time
 
 coverage: $(VENV)/.coverage ## the table of models in docs/coverage.md (half an hour)
 	$(BIN)/python -m benchmarks.coverage

@@ -71,6 +71,44 @@ def memory(result: dict[str, Any]) -> str:
     return table(header, rows)
 
 
+def static_caches(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{c['batch']} × {c['context']} of {c['capacity']}",
+            f"**{c['ratio']:.2f}**",
+            "≤ 1.1",
+            f"{c['dense_ratio']:.2f}",
+            *(c[f"{form}_ms"] for form in ("dynamic", "static", "paged dynamic", "paged static")),
+            c["held_over_tokens"],
+        ]
+        for c in result["cells"]
+        if c["case"] == "static"
+    ]
+    header = ["batch × tokens of capacity", "paged static ÷ paged dynamic", "goal", "dense static ÷ dense dynamic"]
+    times = ["dense dynamic ms", "dense static ms", "paged dynamic ms", "paged static ms"]
+    return table([*header, *times, "blocks ÷ real tokens"], rows)
+
+
+def windows(result: dict[str, Any]) -> str:
+    rows = [
+        [c["case"], f"**{c['ratio']:.2f}**", f"{c['dense_ratio']:.2f}"]
+        + [c[f"{side} {context}_ms"] for side in ("paged", "dense") for context in (1024, 8192)]
+        for c in result["cells"]
+        if c["case"].startswith("window")
+    ]
+    header = ["cache", "paged, 8192 ÷ 1024", "dense, 8192 ÷ 1024", "paged 1024 ms", "paged 8192 ms"]
+    return table([*header, "dense 1024 ms", "dense 8192 ms"], rows)
+
+
+def pass_time(result: dict[str, Any]) -> str:
+    rows = [
+        [c["cache"], c["graphs"], f"**{c['ratio']:.1%}**", "≤ 5%", c["passes_s"], c["torch_compile_s"]]
+        for c in result["cells"]
+    ]
+    header = ["cache", "graphs", "passes ÷ torch.compile", "goal", "passes s", "torch.compile s"]
+    return table(header, rows)
+
+
 def facts(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return (
@@ -82,7 +120,7 @@ def facts(result: dict[str, Any]) -> str:
 def main() -> None:
     results = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("decode_step", "attention_cpu", "host_step", "memory")
+        for name in ("decode_step", "attention_cpu", "host_step", "memory", "kinds", "pass_time")
     }
     parts = {
         "machine": facts(results["decode_step"]),
@@ -91,6 +129,9 @@ def main() -> None:
         "ragged": ragged(results["attention_cpu"]),
         "host_step": host_step(results["host_step"]),
         "memory": memory(results["memory"]),
+        "static_caches": static_caches(results["kinds"]),
+        "windows": windows(results["kinds"]),
+        "pass_time": pass_time(results["pass_time"]),
     }
     text = PAGE.read_text()
     for name, part in parts.items():
