@@ -73,7 +73,9 @@ def kept_outputs(state: GraphState) -> dict[Node, list[tuple[int, KeptOutput]]]:
             continue
         kept.setdefault(output, []).append((-1, KeptOutput(i)))  # type: ignore[arg-type]
         part = one_slice(output)  # type: ignore[arg-type]
-        if part is not None:
+        if part is not None and part.text == ":":  # it leaves nothing out, as it is written
+            kept.setdefault(part.source, []).append((-1, KeptOutput(i)))
+        elif part is not None:
             kept.setdefault(part.source, []).append((part.dim, KeptOutput(i, part.first, part.stop, part.text)))
     return kept
 
@@ -155,7 +157,12 @@ class GroupCaches(Pass):
             if site.kind == "create":
                 value = site.node.meta["example_value"]
                 sizes = (hint(site.size("B")), hint(site.size("S")))
-                key: tuple[object, ...] = ("create", *sizes, value.device, *(kept.text for kept in site.outputs))
+                key: tuple[object, ...] = (
+                    "create",
+                    *sizes,
+                    value.device,
+                    *sorted({kept.text for kept in site.outputs}),
+                )
             elif site.past is None:  # a static buffer that is born here
                 lengths = (hint(site.size("B")), hint(site.size("S")), hint(site.new_tokens))
                 key = ("static", *lengths, site.node.meta["example_value"].device)

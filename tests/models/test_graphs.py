@@ -235,3 +235,34 @@ def test_arithmetic_on_sizes_reads_no_cache() -> None:
         _, past = step(torch.randn(2, 3, length, 8), past)
     sites = [site for report in reports.published("size") for site in report.sites]
     assert sites and all(site.paged and not site.reason for site in sites), sites
+
+
+def returned_through_slices(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """x-transformers returns its cache as slices that leave nothing out, and V once more."""
+    k, v = append(past, x * 0.5, x * 2)
+    return attend(x, k, v), (k[..., 0:, :], v[..., 0:, :], v)
+
+
+def sizes_asked_for(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """Who asks a cache for its size does not read it."""
+    k, v = append(past, x * 0.5, x * 2)
+    scale = 1.0 / (1 + (0 if past is None else past[0].size(2)))
+    return attend(x, k, v) * scale, (k, v)
+
+
+@pytest.mark.parametrize("step", [returned_through_slices, sizes_asked_for], ids=lambda step: step.__name__)
+def test_caches_are_paged_and_read_in_pages(step: Step) -> None:
+    torch._dynamo.reset()
+    label = step.__name__
+    run = torch.compile(step, backend="paged_inductor", options={"inner": "eager", "label": label})
+    ours = theirs = None
+    with torch.no_grad():
+        for queries in (5, 1, 1, 1):
+            x = torch.randn(2, 2, queries, 8)
+            got, ours = run(x, ours)
+            expected, theirs = step(x, theirs)
+            torch.testing.assert_close(got, expected)
+    assert all(isinstance(tensor, PagedTensor) for tensor in ours)
+    sites = [site for report in reports.published(label) for site in report.sites]
+    assert [site.reason for site in sites] == [""] * len(sites)
+    assert {site.attention for site in sites} == {"sdpa"}
