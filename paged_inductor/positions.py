@@ -87,7 +87,12 @@ class _Counter(StartReader):
         if self._position is None or self._moves is None:
             return None
         counter: torch.Tensor = args[self._position]
-        return None if counter.device.type == "cpu" or counter.is_inference() else counter
+        return counter if _reads_wait(counter.device) and not counter.is_inference() else None
+
+
+def _reads_wait(device: torch.device) -> bool:
+    """Whether reading a tensor's value waits for the device."""
+    return device.type != "cpu"
 
 
 def start_reader(start: Start, gm: GraphModule, count: Reader) -> StartReader:

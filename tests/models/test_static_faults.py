@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paged_inductor
-from paged_inductor import ops
+from paged_inductor import ops, positions
 from paged_inductor.tensor.adopt import refusal
 
 from .static_zoo import FORMS, generate
@@ -309,3 +309,32 @@ def test_inputs_that_share_memory() -> None:
         q, k = torch.randn(2, 1, 2, length, 8).unbind()
         outs = [call(q, k, keys, n, n.view(1)) for call, (keys, n) in zip((step, module), state)]
         close(*outs)
+
+
+@torch.no_grad()
+def test_a_counter_that_the_graph_moves_on_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose reads wait; here the counter's reads are counted."""
+    monkeypatch.setattr(positions, "_reads_wait", lambda device: True)
+    reads: list[int] = []
+    evaluator = positions._evaluator
+
+    def counting(*args: Any) -> Any:
+        evaluate = evaluator(*args)
+        return lambda values: (reads.append(1), evaluate(values))[1]
+
+    monkeypatch.setattr(positions, "_evaluator", counting)
+    module, twin = Counted(), Counted()
+    step = torch.compile(module, backend="paged_inductor", options={"inner": "eager"})
+    state = [(*torch.zeros(2, 1, 2, LENGTH, 8).unbind(), torch.zeros(1).long()) for _ in range(2)]
+    state = [tuple(x.clone() for x in one) for one in state]
+    counts = []
+    for i in range(12):
+        if i == 8:  # the loop rewinds
+            for _, _, count in state:
+                count.sub_(2)
+        q, k, v = torch.randn(3, 1, 2, 5 if i == 0 else 1, 8).unbind()
+        close(*(call(q, k, v, *one) for call, one in zip((step, twin), state)))
+        counts.append(len(reads))
+    assert counts[7] - counts[2] == 0
+    assert counts[8] - counts[7] == 1
+    assert counts[11] - counts[8] == 0
