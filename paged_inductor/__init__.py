@@ -20,7 +20,7 @@ from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
 from .monitor import Stats, check_integrity, reset, stats, trim
 from .patch import page, unpage
-from .tensor import PagedTensor
+from .tensor import PagedStack, PagedTensor
 
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
     register_backend(_backend, name="paged_inductor")
@@ -36,6 +36,7 @@ __all__ = [
     "MaterializationError",
     "MissingExtraError",
     "PagedInductorError",
+    "PagedStack",
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",

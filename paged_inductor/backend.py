@@ -19,10 +19,12 @@ from .group_plan import describe, plan_groups, site_spec
 from .inner import INNER_COMPILERS, compile_inner
 from .passes import CacheSite, GraphReport, page_graph
 from .passes.mask_effects import Writers, written
+from .passes.stacked import unstack
 from .passes.symbols import UnknownSize
 from .program import PagedProgram, make_dense
 from .reports import publish, published
-from .tensor import PagedTensor
+from .stacked import StackedProgram
+from .tensor import Handle, PagedStack, PagedTensor
 from .triangles import Triangles
 from .verified import VerifiedProgram, mark
 
@@ -79,10 +81,18 @@ def paged_inductor(
     Graphs without caches, and graphs that need gradients, are handed to the inner compiler as they are.
     """
     settings = BackendOptions(options, mode)
+    stacks = {n.name: x.lead for n, x in _given(gm, example_inputs, PagedStack)}
+    unstacked = unstack(gm, stacks)
+    if unstacked is not None:
+        program = StackedProgram(unstacked)
+        program.run = paged_inductor(unstacked.gm, program.flat(example_inputs), options=options, mode=mode)
+        return program
+    if stacks:
+        return _unpaged(gm, example_inputs, settings, "not paged: a stack of caches is written to in place")
     if settings.verify:
         gm = mark(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    handles = {n.name: x for n, x in zip(placeholders, example_inputs) if isinstance(x, PagedTensor)}
+    handles = {n.name: x for n, x in _given(gm, example_inputs, PagedTensor)}
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         return _unpaged(gm, example_inputs, settings, "gradients are needed: not paged, so that they are right")
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
@@ -133,12 +143,17 @@ def paged_inductor(
 paged_inductor.pages_kv = True  # type: ignore[attr-defined]  # how PagedTensor recognises its own backend
 
 
+def _given(gm: GraphModule, example_inputs: Sequence[Any], kind: type) -> list[tuple[Node, Any]]:
+    """The inputs of one kind, with their values."""
+    return [(n, x) for n, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs) if isinstance(x, kind)]
+
+
 def _shared_and_written(gm: GraphModule, placeholders: Sequence[Node], example_inputs: Sequence[Any]) -> str:
     """The name of an input that the graph writes to and that shares memory with another one, which nothing in the graph
     tells; or ''."""
     users: dict[int, list[Node]] = {}
     for node, value in zip(placeholders, example_inputs):
-        if isinstance(value, Tensor) and not isinstance(value, PagedTensor) and value.layout == torch.strided:
+        if isinstance(value, Tensor) and not isinstance(value, Handle) and value.layout == torch.strided:
             users.setdefault(value.untyped_storage()._cdata, []).append(node)
     several = [node for nodes in users.values() if len(nodes) > 1 for node in nodes]
     if not several:
@@ -157,7 +172,7 @@ def _unpaged(
     """The graph as the inner compiler would have compiled it; paged inputs, if any, become dense at each call. A graph
     that writes to them in place runs eagerly: only then do the writes reach the pages."""
     publish(settings.label, replace(report or GraphReport(()), note=note))
-    handles = [n for n, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs) if isinstance(x, PagedTensor)]
+    handles = [node for node, _ in _given(gm, example_inputs, Handle)]
     if written(gm.graph, handles) is not None:
         return gm.forward
     run = compile_inner(gm, [make_dense(x) for x in example_inputs], settings.inner, settings.inductor)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .monitor import Stats, stats
-from .tensor import PagedTensor
+from .tensor import PagedStack, PagedTensor
 
 __all__ = [
     "Generation",
@@ -101,7 +101,8 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     total = 0
     blocks: set[tuple[int, int]] = set()
     sizes: dict[int, int] = {}
-    for tensor in tensors:
+    parts = (part for tensor in tensors for part in (tensor.handles if isinstance(tensor, PagedStack) else [tensor]))
+    for tensor in parts:
         if not isinstance(tensor, PagedTensor):
             total += tensor.numel() * tensor.itemsize
             continue

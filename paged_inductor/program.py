@@ -14,7 +14,7 @@ from .group_plan import GroupPlan
 from .passes import GraphState
 from .runtime import manager
 from .step import Step, commit, undo
-from .tensor import PagedTensor
+from .tensor import Handle, PagedTensor
 from .triangles import Triangles
 
 __all__ = ["PagedProgram", "make_dense"]
@@ -22,7 +22,7 @@ __all__ = ["PagedProgram", "make_dense"]
 
 def make_dense(value: Any) -> Any:
     """A dense copy of a handle; anything else as it is."""
-    return value.dense() if isinstance(value, PagedTensor) else value
+    return value.dense() if isinstance(value, Handle) else value
 
 
 class PagedProgram:

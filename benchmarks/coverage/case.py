@@ -107,7 +107,10 @@ def examine(subject: Subject, mode: str, new_tokens: int) -> Outcome:
     return Outcome(
         mode,
         fault,
-        caches=(sum(isinstance(cache, paged_inductor.PagedTensor) for cache in run.caches), len(run.caches)),
+        caches=(
+            sum(isinstance(cache, (paged_inductor.PagedTensor, paged_inductor.PagedStack)) for cache in run.caches),
+            len(run.caches),
+        ),
         attention=(sum(site.paged for site in attention), len(attention)),
         copied=sum(site.reason.count("reads it whole") for site in sites),
         reasons=_reasons(graphs),

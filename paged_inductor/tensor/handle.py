@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .._errors import PagedInductorError
 from ..runtime import View
+from .base import Handle
 
 __all__ = ["HANDLERS", "Form", "PagedTensor", "Step", "apply_step", "axes_size", "handles", "plain"]
 
@@ -58,13 +57,7 @@ def handles(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register
 
 
-@cache
-def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The zero-element tensor that Dynamo sees inside every handle of this type."""
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-class PagedTensor(Tensor):
+class PagedTensor(Handle):
     """A handle onto pages, with the logical shape that the program expects, such as [B, H, S, D].
 
     It carries a view (the batch's block tables and lengths) and a form (which site's values, and the order of its
@@ -74,8 +67,6 @@ class PagedTensor(Tensor):
 
     _view: View
     _form: Form
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, view: View, form: Form, like: Tensor | None = None) -> PagedTensor:
@@ -96,27 +87,6 @@ class PagedTensor(Tensor):
         self._form = form
         return self
 
-    # -- torch.compile ---------------------------------------------------------------------------------------
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_stand_in"], None
-
-    @property
-    def _stand_in(self) -> Tensor:
-        return _stand_in(self.dtype, self.device)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, outer_size: Any, outer_stride: Any) -> Tensor:
-        """While Dynamo traces, a handle is a plain fake tensor of its logical shape; guards see type and shape."""
-        _require_own_backend()
-        return inner["_stand_in"].new_empty_strided(outer_size, outer_stride)
-
-    def _is_view(self) -> bool:
-        """Never a view to torch's bookkeeping: slices of handles are handles of their own, with no base to rebuild."""
-        return False
-
-    # -- eager -----------------------------------------------------------------------------------------------
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func) or HANDLERS[None]
@@ -131,24 +101,6 @@ class PagedTensor(Tensor):
         blocks = len({block for row in self._view.rows for block in row.blocks})
         facts = f"shape=[{shape}], dtype={self.dtype}, device={self.device}, blocks={blocks}"
         return f"PagedTensor({facts},\n{self.dense()})"
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.dense().numpy(force=force)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.dense().__array__(dtype) if dtype is not None else self.dense().__array__()
-
-    def tolist(self) -> Any:
-        return self.dense().tolist()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
-        """A copy-on-write fork: the copy shares the pages until one of the two is written to."""
-        copy = memo[id(self)] = self.clone()
-        return copy  # type: ignore[return-value]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved and pickled as the dense tensor: pages mean nothing in another process."""
-        return self.dense().__reduce_ex__(protocol)
 
 
 def axes_size(view: View, form: Form) -> tuple[int, ...]:
@@ -170,18 +122,3 @@ def apply_step(value: Tensor, step: Step) -> Tensor:
     func, args, kwargs, item = step
     result = func(value, *args, **kwargs)
     return result if item is None else result[item]
-
-
-def _require_own_backend() -> None:
-    """Another backend would read a handle's storage, and it has none: refuse while its graph is being traced."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    translator = InstructionTranslator.current_tx()
-    compiler = getattr(translator.output, "compiler_fn", None)
-    while compiler is not None and not getattr(compiler, "pages_kv", False):
-        compiler = getattr(compiler, "compiler_fn", None) or getattr(compiler, "_torchdynamo_orig_backend", None)
-    if compiler is None:
-        raise PagedInductorError(
-            "a PagedTensor was passed to a function compiled with another torch.compile backend: compile it with "
-            'backend="paged_inductor", or pass cache.dense() instead'
-        )

@@ -15,6 +15,7 @@ from .. import ops
 from .._config import config
 from .._errors import MaterializationError
 from ..runtime import View, manager
+from .base import Handle
 from .handle import HANDLERS, Form, PagedTensor, Step, apply_step, handles
 
 __all__ = ["copy_out", "dense_copy", "mutated", "shown", "stand_in", "step_plan", "views_of"]
@@ -125,16 +126,16 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
 HANDLERS[None] = fallback
 
 
-def mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[PagedTensor]:
-    """The handles that an operator writes to."""
-    found: list[PagedTensor] = []
+def mutated(func: Any, args: Iterable[Any], kwargs: dict[str, Any], kind: type[Handle] = PagedTensor) -> list[Any]:
+    """The handles (of one kind) that an operator writes to."""
+    found: list[Any] = []
     arguments = func._schema.arguments
     for argument, value in zip(arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, PagedTensor)]
+            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, kind)]
     for argument in arguments:
         if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
-            found += [leaf for leaf in tree_flatten(kwargs[argument.name])[0] if isinstance(leaf, PagedTensor)]
+            found += [leaf for leaf in tree_flatten(kwargs[argument.name])[0] if isinstance(leaf, kind)]
     return found
 
 

@@ -46,7 +46,7 @@ def test_two_turns_give_the_eager_tokens_and_caches(form: StaticForm, enter: Any
     assert torch.equal(tokens, expected)
     assert len(caches) == len(dense)
     for ours, theirs in zip(caches, dense):
-        values = ours.dense() if isinstance(ours, paged_inductor.PagedTensor) else ours
+        values = ours.dense() if isinstance(ours, paged_inductor.PagedTensor | paged_inductor.PagedStack) else ours
         torch.testing.assert_close(values, theirs, rtol=1e-4, atol=1e-4)
 
 

@@ -44,8 +44,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "difference",
         "_errors",
     },
+    "stacked": {"passes", "tensor"},
     "backend": {
         "group_plan",
+        "stacked",
         "passes",
         "program",
         "adoption",
