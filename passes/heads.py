@@ -45,6 +45,8 @@ def trace_heads(
     """
     path: list[Node] = []
     while not is_site(node):
+        if node.op == "placeholder":
+            return f"{node.name} does not come from a cache: it is a dense input of the graph (after a graph break?)"
         if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
             return f"{node.name} does not come from a cache"
         if len(path) == LONGEST_PATH:

@@ -129,7 +129,7 @@ class ScoreForm:
         return f"{node.name} ({node.target}) changes the scores in a way that is not understood"
 
     def _add(self, node: Node, other: object, kind: str) -> str:
-        if not is_tensor(other) or other.meta["example_value"].dtype == torch.bool:
+        if not is_tensor(other):
             return f"{node.name} adds something that is no tensor of numbers"
         if any(step.value > HUGE for step in self.bias if step.kind in ("hide", "show")):
             return f"{node.name} adds to scores that were replaced by a finite number"

@@ -18,6 +18,8 @@ from paged_inductor.passes import GraphReport
 
 MODES = ("greedy", "padded", "beams", "second turn")
 
+HANDLES = (paged_inductor.PagedTensor, paged_inductor.PagedStack)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -108,7 +110,7 @@ def examine(subject: Subject, mode: str, new_tokens: int) -> Outcome:
         mode,
         fault,
         caches=(
-            sum(isinstance(cache, (paged_inductor.PagedTensor, paged_inductor.PagedStack)) for cache in run.caches),
+            sum(isinstance(cache, HANDLES) for cache in run.caches),
             len(run.caches),
         ),
         attention=(sum(site.paged for site in attention), len(attention)),

@@ -1,4 +1,4 @@
-"""Models that keep one tensor for K and V, or for all layers: the tokens of the eager model, with all of it in pages."""
+"""Models that keep one tensor for K and V, or for all layers: the eager model's tokens, with all of it in pages."""
 
 from __future__ import annotations
 
