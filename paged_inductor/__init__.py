@@ -13,6 +13,7 @@ from ._errors import (
     PagedInductorError,
     PatchError,
     PoolMismatchError,
+    QuotaExceeded,
     UnsupportedInputError,
     VerificationError,
 )
@@ -20,6 +21,7 @@ from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
 from .monitor import Stats, check_integrity, reset, stats, trim
 from .patch import page, unpage
+from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
@@ -40,6 +42,7 @@ __all__ = [
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",
+    "QuotaExceeded",
     "Stats",
     "UnsupportedInputError",
     "VerificationError",
@@ -49,6 +52,7 @@ __all__ = [
     "page",
     "reset",
     "stats",
+    "tenant",
     "testing",
     "trim",
     "unpage",

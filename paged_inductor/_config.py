@@ -45,16 +45,19 @@ class Config:
     triton_on_cpu: bool = False
 
 
-def parse_bytes(value: int | str) -> int:
-    """Bytes from an int or a text as "8GiB", "512 MiB", "2GB". Raises `ConfigurationError` for anything else."""
+def parse_bytes(value: int | str, name: str = "kv_budget") -> int:
+    """Bytes for the option `name`, from an int or a text as "8GiB", "512 MiB", "2GB".
+
+    Raises `ConfigurationError` for anything else.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
         raise ConfigurationError(
-            f"kv_budget={value!r} is not an amount of memory: give a positive number of bytes, "
-            'a text as "8GiB" or "512MiB", or None for the default share of free memory'
+            f"{name}={value!r} is not an amount of memory: give a positive number of bytes, "
+            'a text as "8GiB" or "512MiB", or None for the default'
         )
     return int(float(match[1]) * unit)
 

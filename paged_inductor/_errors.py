@@ -11,6 +11,7 @@ __all__ = [
     "PagedInductorError",
     "PatchError",
     "PoolMismatchError",
+    "QuotaExceeded",
     "UnsupportedInputError",
     "VerificationError",
 ]
@@ -57,6 +58,10 @@ class KVBudgetExceeded(PagedInductorError, MemoryError):
     def __init__(self, message: str, holders: list[tuple[str, int]]):
         super().__init__(message)
         self.holders = holders
+
+
+class QuotaExceeded(KVBudgetExceeded):
+    """A tenant's quota of bytes for KV pages is used up. Nothing was changed; other tenants are not concerned."""
 
 
 class VerificationError(PagedInductorError, AssertionError):

@@ -18,8 +18,8 @@ ADVICE: tuple[tuple[str, str], ...] = (
     ("not all 4-D", "bring K, V and the queries to [B, H, S, D] before the attention"),
     (
         "it is a dense input of the graph",
-        "return K and V from the call, and pass them to the next one, as use_cache=True does; if they are, let no .item() "
-        "or print in the model part the cache from its attention",
+        "return K and V from the call, and pass them to the next one, as use_cache=True does; if they are, let no "
+        ".item() or print in the model part the cache from its attention",
     ),
     (
         "does not come from a cache",

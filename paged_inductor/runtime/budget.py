@@ -11,11 +11,12 @@ from typing import TypeVar
 import torch
 
 from .._config import config
-from .._errors import KVBudgetExceeded
+from .._errors import KVBudgetExceeded, QuotaExceeded
 from .counters import Counters
 from .group import CacheGroup
 from .memory import free_bytes
-from .pool import OutOfBlocks
+from .pool import OutOfBlocks, OverQuota
+from .tenants import Tenant
 
 __all__ = ["Budget"]
 
@@ -45,6 +46,8 @@ class Budget:
         while True:
             try:
                 return attempt()
+            except OverQuota:
+                raise self._over_quota(group, needed()) from None
             except OutOfBlocks:
                 self._grow(group, needed)
 
@@ -108,22 +111,47 @@ class Budget:
         self._counters.arena_growths += 1
         return True
 
+    def _over_quota(self, group: CacheGroup, needed: int) -> QuotaExceeded:
+        tenant = group.pool.account
+        assert isinstance(tenant, Tenant)
+        holders = self._holders(tenant)
+        used, limit, more = tenant.used, tenant.limit, needed * group.block_bytes
+        return QuotaExceeded(
+            f"tenant {tenant.name!r} holds {_mib(used)} of its quota of {_mib(limit)}, and this step needs {_mib(more)} "
+            f"more. Held by {_listing(holders)}. Its caches are intact, and no other tenant's were touched: drop some "
+            "of them, shorten the batch, or raise the quota with "
+            f'paged_inductor.tenant({tenant.name!r}, quota="…GiB")',
+            holders,
+        )
+
+    def _holders(self, tenant: Tenant | None = None) -> list[tuple[str, int]]:
+        """(label, bytes) of the live caches, or of one tenant's, largest first."""
+        held: dict[str, int] = {}
+        for group in self._groups:
+            seen: set[int] = set()
+            for holding in group.holdings.values():
+                if tenant is None or holding.tenant is tenant:
+                    blocks = {block for row in holding.rows for block in row.blocks if block > 0} - seen
+                    seen |= blocks
+                    held[holding.label] = held.get(holding.label, 0) + len(blocks) * group.block_bytes
+        return sorted(held.items(), key=lambda item: -item[1])
+
     def _exceeded(self, group: CacheGroup, needed: int) -> KVBudgetExceeded:
         limit = self._limit(group.sites[0].device)
         spare = max(0, limit - self._reserved()) // group.block_bytes
         missing = needed - group.pool.num_free - spare
-        held: dict[str, int] = {}
-        for other in self._groups:
-            seen: set[int] = set()
-            for holding in other.holdings.values():
-                blocks = {block for row in holding.rows for block in row.blocks} - seen
-                seen |= blocks
-                held[holding.label] = held.get(holding.label, 0) + len(blocks) * other.block_bytes
-        holders = sorted(held.items(), key=lambda item: -item[1])
-        listing = ", ".join(f"{label}: {size / 2**20:.1f} MiB" for label, size in holders) or "nobody"
+        holders = self._holders()
         return KVBudgetExceeded(
-            f"the KV budget of {limit / 2**20:.1f} MiB is exhausted: this step needs {missing} more block(s) of "
-            f"{group.block_bytes / 2**10:.1f} KiB. Held now by {listing}. Existing caches are intact: drop some "
-            'of them, shorten the batch, or raise the limit with paged_inductor.configure(kv_budget="…GiB")',
+            f"the KV budget of {_mib(limit)} is exhausted: this step needs {missing} more block(s) of "
+            f"{group.block_bytes / 2**10:.1f} KiB. Held now by {_listing(holders)}. Existing caches are intact: "
+            'drop some of them, shorten the batch, or raise the limit with paged_inductor.configure(kv_budget="…GiB")',
             holders,
         )
+
+
+def _listing(holders: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{label}: {_mib(size)}" for label, size in holders) or "nobody"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"

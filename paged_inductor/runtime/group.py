@@ -13,6 +13,7 @@ import torch
 
 from .pool import BlockPool
 from .table import Row, check_rows, register, unregister
+from .tenants import Tenant
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -61,6 +62,7 @@ class Holding:
     rows: tuple[Row, ...]
     lengths: tuple[int, ...]
     label: str
+    tenant: Tenant
 
 
 _serials = count()
@@ -79,6 +81,7 @@ class View:
     more tokens than positions (the buffer slid) the oldest are hidden.
     `zeroed` are the sites of a static view that were zeroed since they were last written.
 
+    `tenant` is who made it: the tenant of the code that did, or of the view that it was made from.
     `aliases` are the views that in-place writes through this one must reach (itself included), and `cells` say which
     of their batch rows are one place: positions with equal cells (None: every position is a place of its own).
     `children` are the views recently derived from this one, and `taken` the sites that have received it or must not
@@ -99,6 +102,7 @@ class View:
         "serial",
         "static",
         "taken",
+        "tenant",
         "zeroed",
     )
 
@@ -109,6 +113,7 @@ class View:
         lengths: tuple[int, ...],
         label: str,
         length: int,
+        tenant: Tenant,
         static: bool = False,
     ) -> None:
         """`rows` at `lengths` must be registered already, under the manager's lock."""
@@ -119,13 +124,14 @@ class View:
         self.length = length
         self.label = label
         self.static = static
+        self.tenant = tenant
         self.zeroed: set[int] = set()
         self.schedule: Schedule | None = None
         self.aliases: weakref.WeakSet[View] | None = None
         self.cells: tuple[int, ...] | None = None
         self.children: dict[Hashable, list[weakref.ref[View]]] | None = None
         self.taken: set[int] = set()
-        group.holdings[self.serial] = Holding(rows, lengths, label)
+        group.holdings[self.serial] = Holding(rows, lengths, label, self.tenant)
 
     def __del__(self) -> None:
         self.group.bury(self.serial)
@@ -159,7 +165,7 @@ class CacheGroup:
         self.block_size = block_size
         self.token_bytes = sum(site.token_bytes for site in sites)
         self.block_bytes = block_size * self.token_bytes
-        self.pool = BlockPool()
+        self.pool = BlockPool(self.block_bytes)
         self.arenas = [site.new_arena(1, block_size) for site in sites]
         self.holdings: dict[int, Holding] = {}
         self.active = 0
@@ -256,7 +262,8 @@ class CacheGroup:
     def reconcile(self) -> None:
         """Rebuild lengths, reference counts and the free list from the views' holdings and the arenas.
 
-        For recovery when an asynchronous exception (KeyboardInterrupt) struck between two updates of the books.
+        For recovery when an asynchronous exception (KeyboardInterrupt) struck between two updates of the books. The
+        accounts' totals are wrong afterwards: the caller adds up the charges of all pools.
         """
         while self._graveyard:
             self.holdings.pop(self._graveyard.popleft(), None)
@@ -269,10 +276,23 @@ class CacheGroup:
         for row in rows:
             row.length = max(row.live)
             del row.blocks[-(-row.length // self.block_size) :]
-        pool = BlockPool()
+        pool = BlockPool(self.block_bytes)
         pool.grow(min(arena.shape[0] for arena in self.arenas))
-        pool.claim(block for row in rows for block in row.blocks)
+        for tenant, blocks in self._blocks_by_tenant().items():
+            pool.account = tenant
+            pool.claim(blocks)
         self.pool = pool
+
+    def _blocks_by_tenant(self) -> dict[Tenant, list[int]]:
+        """The blocks of every live row, with the tenant of the oldest view that sees it."""
+        found: dict[Tenant, list[int]] = {}
+        seen: set[int] = set()
+        for _, holding in sorted(self.holdings.items()):
+            for row in holding.rows:
+                if id(row) not in seen:
+                    seen.add(id(row))
+                    found.setdefault(holding.tenant, []).extend(row.blocks)
+        return found
 
     def check(self) -> list[str]:
         """Inconsistencies of this group's books, as sentences (empty when sound)."""

@@ -19,9 +19,10 @@ from .._errors import IntegrityError, KVBudgetExceeded
 from .budget import Budget
 from .counters import Counters
 from .group import CacheGroup, SiteSpec, View
-from .pool import OutOfBlocks
+from .pool import Account, OutOfBlocks
 from .schedule import Schedule
 from .table import Row, append_rows, blocks_needed, register, unregister
+from .tenants import Tenants
 from .unshare import Place, blocks_to_separate, separate, separations
 
 __all__ = ["Manager", "StepViews", "manager"]
@@ -43,6 +44,7 @@ class Manager:
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
+        self.tenants = Tenants()
         self._budget = Budget(self._groups.values(), self._idle, self.counters)
 
     # -- locking ---------------------------------------------------------------------------------------------
@@ -67,7 +69,17 @@ class Manager:
         except BaseException:
             for group in self._groups.values():
                 group.reconcile()
+            self._recount()
             raise
+
+    def _recount(self) -> None:
+        """Add up what every account pays for."""
+        charges = [group.pool.charges() for group in self._groups.values()]
+        for account in [*self.tenants.all(), *(account for charged in charges for account in charged)]:
+            account.used = 0
+        for charged in charges:
+            for account, size in charged.items():
+                account.used += size
 
     def _drain(self) -> None:
         for group in self._groups.values():
@@ -115,7 +127,7 @@ class Manager:
             rows = tuple(Row([], 0) for _ in range(batch))
             for row in rows:
                 register(row, 0)
-            return View(group, rows, (0,) * batch, label, length, static=True)
+            return View(group, rows, (0,) * batch, label, length, self.tenants.current(), static=True)
 
     def extend(self, view: View, extent: int) -> list[tuple[int, int]]:
         """Let a static view have `extent` positions written, in place; returns the block copies to execute. The new
@@ -129,6 +141,7 @@ class Manager:
         def attempt() -> tuple[tuple[Row, ...], tuple[int, ...]]:
             copies.clear()
             changes.clear()
+            group.pool.account = view.tenant
             rows, lengths = view.rows, view.lengths
             return append_rows(rows, lengths, count, group.pool, group.block_size, copies, changes.append, none)
 
@@ -179,18 +192,20 @@ class Manager:
         block_size = group.block_size
         copies: list[tuple[int, int]] = []
         changes: list[tuple[int, int, int]] = []
+        tenant = self.tenants.entered() or (parent.tenant if parent else self.tenants.current())
         skips = [max(0, seen - length) // block_size for seen in lengths]  # blocks of which `length` leaves nothing
 
         def attempt() -> tuple[tuple[Row, ...], tuple[int, ...]]:
             copies.clear()
             changes.clear()
+            group.pool.account = tenant
             return append_rows(rows, lengths, count, group.pool, block_size, copies, changes.append, skips)
 
         def needed() -> int:
             return blocks_needed(rows, lengths, count, group.pool, block_size, skips)
 
         new_rows, new_lengths = self._budget.allocating(group, needed, attempt)
-        view = View(group, new_rows, new_lengths, label, length + count)
+        view = View(group, new_rows, new_lengths, label, length + count, tenant)
         if parent is not None and not any(skips) and (schedule := self._take_schedule(parent)):
             schedule.advance(count, changes)
             view.schedule = schedule
@@ -212,7 +227,7 @@ class Manager:
         with self.locked():
             for row, seen in zip(view.rows, view.lengths):
                 register(row, seen)
-            result = View(view.group, view.rows, view.lengths, view.label, length)
+            result = View(view.group, view.rows, view.lengths, view.label, length, view.tenant)
             result.schedule = self._take_schedule(view)
             return result
 
@@ -221,7 +236,8 @@ class Manager:
         with self.locked():
             for row, seen in zip(rows, lengths):
                 register(row, seen)
-            return View(view.group, tuple(rows), tuple(lengths), view.label, length, view.static)
+            tenant = self.tenants.entered() or view.tenant
+            return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
 
     def unshare(
         self, group: CacheGroup, places: Sequence[tuple[Sequence[Place], int, int]], label: str
@@ -241,6 +257,7 @@ class Manager:
 
             def attempt() -> list[Row]:
                 copies.clear()
+                group.pool.account = self.tenants.current()
                 return separate(tasks, group.pool, size, copies)
 
             def needed() -> int:
@@ -250,7 +267,7 @@ class Manager:
             for row in rows:
                 register(row, row.length)
             lengths = tuple(row.length for row in rows)
-            view = View(group, tuple(rows), lengths, label, max(lengths))
+            view = View(group, tuple(rows), lengths, label, max(lengths), self.tenants.current())
             self.counters.copies_on_write += len(copies)
             return StepViews(view, copies), [(place, i) for i, task in enumerate(tasks) for place in task.places]
 
@@ -342,16 +359,23 @@ class Manager:
     def check_integrity(self) -> str:
         """Prove that the books balance. Returns the terms as text; raises `IntegrityError` with every fault."""
         lines, faults = [], []
+        charged: dict[Account, int] = {}
         with self.locked():
             for group in self._groups.values():
                 pool = group.pool
                 found = group.check()
+                for account, size in pool.charges().items():
+                    charged[account] = charged.get(account, 0) + size
                 line = (
                     f"{len(group.sites)} sites, block of {group.block_bytes} B: {pool.num_free} free + "
-                    f"{pool.num_used} used + 0 swapped = {pool.capacity - 1} total, {group.active} running"
+                    f"{pool.num_used} used = {pool.capacity - 1} in all, "
+                    f"{pool.num_swapped} swapped; {group.active} running"
                 )
                 lines.append(line)
                 faults += [f"{line}: {fault}" for fault in found]
+            for tenant in self.tenants.all():
+                if tenant.used != charged.get(tenant, 0):
+                    faults.append(f"tenant {tenant.name} pays for {charged.get(tenant, 0)} B, not {tenant.used}")
         if faults:
             raise IntegrityError("; ".join(faults))
         return "\n".join(lines) or "no caches"

@@ -1,14 +1,15 @@
-"""The block pool: free list and reference counts of physical blocks, in plain Python.
+"""The block pool: free list, reference counts and accounts of physical blocks, in plain Python.
 
 A *block* is a fixed number of token slots; what a block's bytes mean (which layers, K or V) is the business of
-the arenas. Block 0 is the *zero page*: it is never allocated, never written and stands for "nothing here".
+the arenas. Block 0 is the *zero page*: it is never allocated, never written and stands for "nothing here". A negative
+id is a *swapped* block: its tokens are in another tier of memory (see `swap`), and it has owners as any block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ZERO_BLOCK", "BlockPool", "OutOfBlocks"]
+__all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota"]
 
 ZERO_BLOCK = 0
 
@@ -17,18 +18,38 @@ class OutOfBlocks(Exception):
     """No free block is left. The caller grows the arenas, evicts, or reports `KVBudgetExceeded`."""
 
 
+class OverQuota(OutOfBlocks):
+    """An account's limit is reached. The caller swaps some of its blocks out, or reports `QuotaExceeded`."""
+
+
+class Account:
+    """Bytes of physical blocks that somebody pays for. limit: what `used` never exceeds."""
+
+    __slots__ = ("limit", "used")
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        self.used = 0
+        self.limit = limit
+
+
 class BlockPool:
     """Allocator of block ids `1 .. capacity-1` with reference counts.
 
+    Whoever allocates a block pays for it, for as long as it has owners: `account` is charged `block_bytes`.
     Every method is O(1) except `grow`, `shrink` (linear in the ids added or removed) and `check` (linear).
     Not thread-safe by itself: the caller holds the manager's lock.
     """
 
-    __slots__ = ("_free", "_refs")
+    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped")
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = 1) -> None:
         self._refs: list[int] = [1]  # the zero page holds itself
+        self._payers: list[Account | None] = [None]
         self._free: list[int] = []  # a stack: the block freed last is the warmest in the processor's caches
+        self._swapped: dict[int, tuple[int, Account]] = {}  # owners of a swapped block, and who pays when it is back
+        self.block_bytes = block_bytes
+        self.account = Account()
+        self.dropped: list[int] = []  # swapped blocks without owners, for the swap space to forget
 
     @property
     def capacity(self) -> int:
@@ -45,33 +66,108 @@ class BlockPool:
         """Allocated blocks, the zero page not counted."""
         return len(self._refs) - 1 - len(self._free)
 
+    @property
+    def num_swapped(self) -> int:
+        """Blocks whose tokens are in another tier."""
+        return len(self._swapped)
+
     def allocate(self) -> int:
-        """A free block with reference count 1. Raises `OutOfBlocks` and changes nothing if there is none."""
+        """A free block with reference count 1, charged to `account`.
+
+        Raises `OutOfBlocks` if there is none, `OverQuota` if the account may hold no more; nothing has changed then.
+        """
+        account = self.account
+        if account.used + self.block_bytes > account.limit:
+            raise OverQuota
         if not self._free:
             raise OutOfBlocks
         block = self._free.pop()
         self._refs[block] = 1
+        self._payers[block] = account
+        account.used += self.block_bytes
         return block
 
     def retain(self, block: int) -> None:
-        """Add an owner to an allocated block."""
-        self._refs[block] += 1
+        """Add an owner to an allocated or swapped block."""
+        if block < 0:
+            refs, payer = self._swapped[block]
+            self._swapped[block] = (refs + 1, payer)
+        else:
+            self._refs[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop an owner; the last one returns the block to the free list."""
+        """Drop an owner; the last one returns the block to the free list, or forgets a swapped one."""
+        if block < 0:
+            self._release_swapped(block)
+            return
         refs = self._refs[block] - 1
         self._refs[block] = refs
         if refs == 0:
             self._free.append(block)
+            self._charge(block, None)
+
+    def _release_swapped(self, block: int) -> None:
+        refs, payer = self._swapped[block]
+        if refs > 1:
+            self._swapped[block] = (refs - 1, payer)
+        else:
+            del self._swapped[block]
+            self.dropped.append(block)
 
     def refcount(self, block: int) -> int:
         """Owners of a block; 0 if it is free."""
+        if block < 0:
+            return self._swapped[block][0] if block in self._swapped else 0
         return self._refs[block]
+
+    def payer(self, block: int) -> Account | None:
+        """Who pays for a block: None if it is free; of a swapped one, who will pay when it is back."""
+        if block < 0:
+            return self._swapped[block][1]
+        return self._payers[block]
+
+    def charge(self, block: int, account: Account) -> None:
+        """Let another account pay for an allocated block, whatever its limit."""
+        self._charge(block, account)
+
+    def _charge(self, block: int, account: Account | None) -> None:
+        before = self._payers[block]
+        if before is not None:
+            before.used -= self.block_bytes
+        if account is not None:
+            account.used += self.block_bytes
+        self._payers[block] = account
+
+    # -- swapping --------------------------------------------------------------------------------------------
+
+    def swap_out(self, block: int, swapped: int) -> None:
+        """Give an allocated block's owners to the new negative id `swapped`; the block is free."""
+        payer = self._payers[block]
+        assert payer is not None
+        self._swapped[swapped] = (self._refs[block], payer)
+        self._refs[block] = 0
+        self._free.append(block)
+        self._charge(block, None)
+
+    def swap_in(self, swapped: int) -> int:
+        """A block with the owners of a swapped one, charged to who paid for it before; raises as `allocate`."""
+        refs, payer = self._swapped[swapped]
+        current, self.account = self.account, payer
+        try:
+            block = self.allocate()
+        finally:
+            self.account = current
+        self._refs[block] = refs
+        del self._swapped[swapped]
+        return block
+
+    # -- size ------------------------------------------------------------------------------------------------
 
     def grow(self, capacity: int) -> None:
         """Add ids up to `capacity - 1`. The lowest new id is handed out first."""
         old = len(self._refs)
         self._refs.extend([0] * (capacity - old))
+        self._payers.extend([None] * (capacity - old))
         self._free[:0] = range(capacity - 1, old - 1, -1)
 
     def shrink(self) -> int:
@@ -81,14 +177,31 @@ class BlockPool:
             capacity -= 1
         if capacity < len(self._refs):
             del self._refs[capacity:]
+            del self._payers[capacity:]
             self._free = [block for block in self._free if block < capacity]
         return capacity
 
     def claim(self, blocks: Iterable[int]) -> None:
-        """Count one owner per occurrence in `blocks`, free or not (used to rebuild a pool from its tables)."""
+        """Count one owner per occurrence in `blocks`, free or not (used to rebuild a pool from its tables).
+
+        `account` pays for those that nobody paid for."""
         for block in blocks:
+            if block < 0:
+                refs, payer = self._swapped.get(block, (0, self.account))
+                self._swapped[block] = (refs + 1, payer)
+                continue
             self._refs[block] += 1
+            if self._payers[block] is None:
+                self._charge(block, self.account)
         self._free = [block for block in self._free if not self._refs[block]]
+
+    def charges(self) -> dict[Account, int]:
+        """Bytes that each account pays for in this pool."""
+        total: dict[Account, int] = {}
+        for payer in self._payers:
+            if payer is not None:
+                total[payer] = total.get(payer, 0) + self.block_bytes
+        return total
 
     def check(self) -> list[str]:
         """Inconsistencies of the free list and the counts, as sentences (empty when sound)."""
@@ -101,4 +214,6 @@ class BlockPool:
         for block, refs in enumerate(self._refs):
             if refs < 0 or (refs == 0) != (block in free):
                 faults.append(f"block {block} has {refs} owners and is {'' if block in free else 'not '}free")
+            if block != ZERO_BLOCK and (self._payers[block] is None) != (refs == 0):
+                faults.append(f"block {block} has {refs} owners and {'no' if refs else 'a'} payer")
         return faults

@@ -187,6 +187,10 @@ def check_rows(rows: Sequence[Row], pool: BlockPool, block_size: int) -> list[st
     for block, count in owners.items():
         if pool.refcount(block) != count:
             faults.append(f"block {block} is in {count} row(s) but has {pool.refcount(block)} owners")
-    if len(owners) != pool.num_used:
-        faults.append(f"{pool.num_used} blocks are used, but live rows hold {len(owners)}")
+    swapped = sum(block < 0 for block in owners)
+    if len(owners) - swapped != pool.num_used or swapped != pool.num_swapped:
+        faults.append(
+            f"{pool.num_used} blocks are used and {pool.num_swapped} swapped, but live rows hold "
+            f"{len(owners) - swapped} and {swapped}"
+        )
     return faults

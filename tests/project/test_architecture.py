@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "triangles",
     },
     "compiling": {"backend"},
+    "tenancy": {"runtime", "_config", "_errors"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
     "plot": {"_errors", "passes"},
