@@ -117,7 +117,7 @@ class Budget:
         holders = self._holders(tenant)
         used, limit, more = tenant.used, tenant.limit, needed * group.block_bytes
         return QuotaExceeded(
-            f"tenant {tenant.name!r} holds {_mib(used)} of its quota of {_mib(limit)}, and this step needs {_mib(more)} "
+            f"tenant {tenant.name!r} holds {_mib(used)} of its quota of {_mib(limit)}, this step needs {_mib(more)} "
             f"more. Held by {_listing(holders)}. Its caches are intact, and no other tenant's were touched: drop some "
             "of them, shorten the batch, or raise the quota with "
             f'paged_inductor.tenant({tenant.name!r}, quota="…GiB")',
