@@ -21,6 +21,7 @@ from .base import (
     PagedInput,
     Pass,
     PassResult,
+    Sharing,
     Start,
 )
 from .by_hand import NormalizeAttention
@@ -31,6 +32,7 @@ from .lint import Lint
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaStrides, Rewrite
+from .sharing import ProveSharing
 from .slides import MatchSlides
 from .static import ChooseAdoption, ForgetUnmatched, MatchStatic
 
@@ -44,6 +46,7 @@ __all__ = [
     "NewInput",
     "PagedInput",
     "PassResult",
+    "Sharing",
     "SiteReport",
     "Start",
     "page_graph",
@@ -65,6 +68,7 @@ def pipeline(
         LinkAttention(),
         NormalizeAttention(),
         ProveMasks(),
+        ProveSharing(),
         ChooseAdoption(),
         Rewrite(fake_mode, block_size, arena_strides),
         *([RewriteSingleRowLinears()] if single_row_linears else []),

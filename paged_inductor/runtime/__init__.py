@@ -2,12 +2,29 @@
 
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
 <- `schedule` (a view's tables as tensors for kernels), `budget` (who may grow), `unshare` (what in-place writes must
-copy first) <- `manager` (all groups of the process: locks, views, steps, books).
+copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `sharing` (rows of equal tokens, and
+`prefixes`, which names and finds their blocks).
 """
 
 from .group import CacheGroup, SiteSpec, View
 from .manager import Manager, StepViews, manager
+from .prefixes import RowNames
 from .schedule import Schedule
+from .sharing import Policy, Tokens, lend, settle
 from .table import Row
 
-__all__ = ["CacheGroup", "Manager", "Row", "Schedule", "SiteSpec", "StepViews", "View", "manager"]
+__all__ = [
+    "CacheGroup",
+    "Manager",
+    "Policy",
+    "Row",
+    "RowNames",
+    "Schedule",
+    "SiteSpec",
+    "StepViews",
+    "Tokens",
+    "View",
+    "lend",
+    "manager",
+    "settle",
+]

@@ -104,9 +104,13 @@ class Budget:
             for other in self._groups:
                 if other is not group and other.active == 0 and not other.resizing:
                     other.shrink()
-        allowed = (limit - self._reserved()) // group.block_bytes
+        allowed = max(0, limit - self._reserved()) // group.block_bytes
         if allowed < shortage:
-            return False
+            if allowed + group.pool.num_cached < shortage:
+                return False
+            group.pool.evict(shortage - allowed)
+        if not allowed:
+            return True
         group.grow(capacity + min(wanted, allowed))
         self._counters.arena_growths += 1
         return True

@@ -9,12 +9,15 @@ __all__ = ["Counters"]
 
 @dataclass
 class Counters:
-    """Running totals since the process started or `reset()` was called. materializations: by operation."""
+    """Running totals since the process started or `reset()` was called. materializations: by operation. prefix_queries,
+    prefix_hits: tokens looked up in the index of prefixes, and found there."""
 
     copies_on_write: int = 0
     arena_growths: int = 0
     steps: int = 0
     dense_fallbacks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     materializations: dict[str, int] = field(default_factory=dict)
 
     def clear(self) -> None:
