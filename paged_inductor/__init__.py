@@ -14,6 +14,7 @@ from ._errors import (
     PatchError,
     PoolMismatchError,
     QuotaExceeded,
+    SwapError,
     UnsupportedInputError,
     VerificationError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "PoolMismatchError",
     "QuotaExceeded",
     "Stats",
+    "SwapError",
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",

@@ -12,6 +12,13 @@ class Counters:
     """Running totals since the process started or `reset()` was called. materializations: by operation."""
 
     copies_on_write: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swap_bytes_out: int = 0
+    swap_bytes_in: int = 0
+    swap_seconds_out: float = 0.0
+    swap_seconds_in: float = 0.0
+    preempted_steps: int = 0
     arena_growths: int = 0
     steps: int = 0
     dense_fallbacks: int = 0
