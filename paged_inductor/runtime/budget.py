@@ -77,6 +77,7 @@ class Budget:
             return needed() + len(missing(rows))
 
         turn: Turn | None = None
+        collected = False
         try:
             while True:
                 if not self._line.first(turn) and wanted() and not self._pins()[0]:  # who has begun goes on
@@ -88,8 +89,13 @@ class Budget:
                 except OverQuota as over:
                     self._meet_quota(group, over.account, wanted(), rows)
                 except OutOfBlocks:
-                    if not self._make_room(group, wanted, rows):
-                        turn = self._wait(turn, priority, group, wanted)
+                    if self._make_room(group, wanted, rows):
+                        continue
+                    if not collected:  # once: it takes long
+                        collected = True
+                        gc.collect()  # compilers leave caches of their first call in reference cycles
+                        continue
+                    turn = self._wait(turn, priority, group, wanted)
         finally:
             if turn is not None:
                 self._line.leave(turn)
@@ -150,7 +156,6 @@ class Budget:
             with self.resizing(group):  # the lock is not given up any more from here on
                 if self._grow(group, wanted()):
                     return True
-        gc.collect()  # compilers leave caches of their first call in reference cycles
         for other in self._groups:
             other.drain()
             self._swap.forget_dropped(other)
