@@ -14,6 +14,7 @@ from ._errors import (
     PatchError,
     PoolMismatchError,
     QuotaExceeded,
+    SavedCacheError,
     SwapError,
     UnsupportedInputError,
     VerificationError,
@@ -22,6 +23,7 @@ from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
 from .monitor import Stats, check_integrity, reset, stats, trim
 from .patch import page, unpage
+from .persist import load, save
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 
@@ -44,6 +46,7 @@ __all__ = [
     "PatchError",
     "PoolMismatchError",
     "QuotaExceeded",
+    "SavedCacheError",
     "Stats",
     "SwapError",
     "UnsupportedInputError",
@@ -51,8 +54,10 @@ __all__ = [
     "check_integrity",
     "configure",
     "explain",
+    "load",
     "page",
     "reset",
+    "save",
     "stats",
     "tenant",
     "testing",

@@ -12,6 +12,7 @@ __all__ = [
     "PatchError",
     "PoolMismatchError",
     "QuotaExceeded",
+    "SavedCacheError",
     "SwapError",
     "UnsupportedInputError",
     "VerificationError",
@@ -63,6 +64,10 @@ class KVBudgetExceeded(PagedInductorError, MemoryError):
 
 class QuotaExceeded(KVBudgetExceeded):
     """A tenant's quota of bytes for KV pages is used up. Nothing was changed; other tenants are not concerned."""
+
+
+class SavedCacheError(PagedInductorError, ValueError):
+    """A cache cannot be saved as it is, or a file holds no cache that can be loaded here. Nothing was changed."""
 
 
 class SwapError(PagedInductorError, RuntimeError):

@@ -10,11 +10,12 @@ keep arenas in place; growing or trimming a group's arenas waits until none of i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
+from typing import TypeVar
 
 from .._errors import IntegrityError, KVBudgetExceeded, SwapError
 from .budget import Budget, Preempted
@@ -28,6 +29,8 @@ from .tenants import Tenants
 from .unshare import Place, blocks_to_separate, separate, separations
 
 __all__ = ["Manager", "StepViews", "manager"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,10 @@ class Manager:
                 register(row, seen)
             tenant = self.tenants.entered() or view.tenant
             return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
+
+    def allocate(self, group: CacheGroup, count: int, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, which allocates `count` blocks. The caller holds `locked`."""
+        return self._budget.allocating(group, (), lambda: count, attempt, self.tenants.current().priority)
 
     def unshare(
         self, group: CacheGroup, places: Sequence[tuple[Sequence[Place], int, int]], label: str

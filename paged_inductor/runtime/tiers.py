@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._errors import SwapError
 
-__all__ = ["DiskTier", "Extent", "HostTier", "Tier", "TierFull"]
+__all__ = ["DiskTier", "Extent", "HostTier", "Tier", "TierFull", "memory_of"]
 
 
 class TierFull(Exception):
@@ -104,7 +104,7 @@ class _DiskExtent(Extent):
         offset = 0
         for tensor in tensors:
             tensor = tensor.contiguous()
-            data = _memory(tensor)
+            data = memory_of(tensor)
             piece = tensor.nbytes // len(tensor)
             sums = [zlib.crc32(data[i : i + piece]) for i in range(0, tensor.nbytes, piece)]
             self._pieces.append((offset, tensor.shape, tensor.dtype, sums))
@@ -115,7 +115,7 @@ class _DiskExtent(Extent):
     def read(self, site: int, places: Sequence[int]) -> Tensor:
         offset, shape, dtype, sums = self._pieces[site]
         result = torch.empty((len(places), *shape[1:]), dtype=dtype)
-        data = _memory(result)
+        data = memory_of(result)
         piece = result.nbytes // len(places)
         for i, stop in _runs(places):
             part, at = data[i * piece : stop * piece], offset + places[i] * piece
@@ -156,7 +156,7 @@ class DiskTier(Tier):
         return extent
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor. Valid for as long as the tensor is."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 

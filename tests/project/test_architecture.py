@@ -62,6 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "triangles",
     },
     "compiling": {"backend"},
+    "identity": set(),
+    "persist": {"identity", "runtime", "tensor", "_errors"},
     "tenancy": {"runtime", "_config", "_errors"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},

@@ -1,4 +1,5 @@
-"""The tensor machine with swapping: caches go to host memory and to disk, and come back, in the middle of everything."""
+"""The tensor machine with swapping: caches go to host memory and to disk, and come back, in the middle of
+everything."""
 
 from __future__ import annotations
 
