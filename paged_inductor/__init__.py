@@ -19,7 +19,7 @@ from ._errors import (
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
-from .monitor import Stats, check_integrity, reset, stats, trim
+from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
@@ -44,6 +44,8 @@ __all__ = [
     "PoolMismatchError",
     "QuotaExceeded",
     "Stats",
+    "StepLatency",
+    "TenantStats",
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",

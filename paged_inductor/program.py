@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 from torch.fx import GraphModule
@@ -66,6 +67,7 @@ class PagedProgram:
 
     def _step(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """The rewritten graph's results and the views that it filled; None if the call does not fit the graph."""
+        began = perf_counter_ns()
         steps: list[Step] = []
         if not self._triangles.hold(args):
             return None
@@ -101,6 +103,7 @@ class PagedProgram:
         for plan, step in zip(self._plans, steps):
             if plan.static is not None and step.extent is not None:
                 plan.static.succeeded(args, step.extent - plan.count(args))
+        runtime.counters.latencies.record(self._label, steps[0].view.tenant.name, perf_counter_ns() - began)
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle

@@ -65,6 +65,12 @@ class Budget:
             group.resizing = False
             self._idle.notify_all()
 
+    @property
+    def limit(self) -> int | None:
+        """Bytes that all arenas together may take; None if nothing was configured and no cache has grown yet."""
+        configured = config().kv_budget
+        return self._default if configured is None else configured
+
     def forget(self) -> None:
         """Measure the free memory again when the default limit is next needed."""
         self._default = None

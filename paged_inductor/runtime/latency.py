@@ -12,7 +12,7 @@ _FINE = 3  # 2**3 buckets an octave: a quantile is at most an eighth too high
 _PER_OCTAVE = 1 << _FINE
 _OCTAVES = 45  # up to 2**(_OCTAVES + 2) ns: 39 hours
 _BUCKETS = (_OCTAVES + 1) * _PER_OCTAVE
-_BOUNDS = [(exponent - _FINE) * _PER_OCTAVE + _PER_OCTAVE - 1 for exponent in range(15, 36)]  # below 2**(exponent + 1)
+_BOUNDS = [(exponent - _FINE) * _PER_OCTAVE + _PER_OCTAVE - 1 for exponent in range(15, 36)]  # 2**exponent ns
 
 
 def _upper(bucket: int) -> int:
@@ -63,7 +63,7 @@ class Histogram:
         return _upper(next(i for i, reached in enumerate(sums) if reached >= rank)) / 1e9
 
     def buckets(self) -> list[tuple[float, int]]:
-        """(upper bound in seconds, how many times are below it), at powers of two from 65 us to 69 s."""
+        """(upper bound in seconds, how many times are below it), at powers of two from 33 us to 34 s."""
         with self._lock:
             sums = list(accumulate(self._counts))
         return [(_upper(i) / 1e9, sums[i]) for i in _BOUNDS]

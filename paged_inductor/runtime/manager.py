@@ -44,6 +44,7 @@ class Manager:
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
+        self.running_steps = 0
         self.tenants = Tenants()
         self._budget = Budget(self._groups.values(), self._idle, self.counters)
 
@@ -112,6 +113,11 @@ class Manager:
     def groups(self) -> list[CacheGroup]:
         """All groups, in the order in which they were made."""
         return list(self._groups.values())
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that all arenas together may take; None if that is not decided yet."""
+        return self._budget.limit
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -296,10 +302,12 @@ class Manager:
             for group in groups:
                 group.active += 1
             self.counters.steps += 1
+            self.running_steps += 1
 
     def end(self, groups: Sequence[CacheGroup]) -> None:
         """Undo `begin`: the arenas of `groups` may be moved when no other step uses them."""
         with self._lock:
+            self.running_steps -= 1
             for group in groups:
                 group.active -= 1
                 if not group.active and group.resizing:
