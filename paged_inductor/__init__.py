@@ -19,6 +19,7 @@ from ._errors import (
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
+from .metrics import MetricsCollector, MetricsServer, serve_metrics
 from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
 from .tenancy import tenant
@@ -36,6 +37,8 @@ __all__ = [
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
+    "MetricsCollector",
+    "MetricsServer",
     "MissingExtraError",
     "PagedInductorError",
     "PagedStack",
@@ -53,6 +56,7 @@ __all__ = [
     "explain",
     "page",
     "reset",
+    "serve_metrics",
     "stats",
     "tenant",
     "testing",

@@ -19,6 +19,7 @@ __all__ = [
     "require_block_size",
     "require_bool",
     "require_choice",
+    "require_port",
     "reset_config",
 ]
 
@@ -36,12 +37,15 @@ class Config:
         256.
     on_materialize: what to do when an operation has to copy pages into a dense tensor: "warn" once per
         operation, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time.
+    metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
+        See `serve_metrics`.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
     kv_budget: int | None = None
     block_size: int = 16
     on_materialize: str = "warn"
+    metrics_port: int | None = None
     triton_on_cpu: bool = False
 
 
@@ -87,10 +91,19 @@ def require_bool(name: str, value: Any) -> bool:
     return text in ("1", "true", "yes")
 
 
+def require_port(value: Any) -> int:
+    """`value` as a TCP port, if it is one or a text that says one; else raises `ConfigurationError`."""
+    text = str(value)
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 65535:
+        raise ConfigurationError(f"port {value!r} is not allowed: choose a number from 1 to 65535")
+    return int(text)
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "kv_budget": lambda value: None if value is None else parse_bytes(value),
     "block_size": require_block_size,
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
+    "metrics_port": lambda value: None if value is None else require_port(value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 OPTION_NAMES = tuple(field.name for field in fields(Config))

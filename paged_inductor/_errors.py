@@ -14,6 +14,7 @@ __all__ = [
     "QuotaExceeded",
     "UnsupportedInputError",
     "VerificationError",
+    "missing_extra",
 ]
 
 
@@ -43,6 +44,11 @@ class MaterializationError(PagedInductorError, RuntimeError):
 
 class MissingExtraError(PagedInductorError, ImportError):
     """A function needs a library that is not installed; the message names the extra that brings it."""
+
+
+def missing_extra(what: str, library: str, extra: str) -> MissingExtraError:
+    """The error that says that `what` needs a library, and how to install it."""
+    return MissingExtraError(f"{what} needs {library}, which is not installed: pip install 'paged-inductor[{extra}]'")
 
 
 class IntegrityError(PagedInductorError, AssertionError):

@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tensor",
         "reports",
         "inner",
+        "metrics",
         "_config",
         "_errors",
         "_layout",
@@ -65,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tenancy": {"runtime", "_config", "_errors"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
+    "metrics": {"monitor", "runtime", "_config", "_errors"},
     "plot": {"_errors", "passes"},
     "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
