@@ -24,6 +24,7 @@ from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, st
 from .patch import page, unpage
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
+from .timeline import Timeline, timeline
 
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
     register_backend(_backend, name="paged_inductor")
@@ -49,6 +50,7 @@ __all__ = [
     "Stats",
     "StepLatency",
     "TenantStats",
+    "Timeline",
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",
@@ -60,6 +62,7 @@ __all__ = [
     "stats",
     "tenant",
     "testing",
+    "timeline",
     "trim",
     "unpage",
 ]

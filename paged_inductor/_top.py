@@ -127,8 +127,8 @@ def _memory(now: Samples) -> Any:
         filled = round(min(1.0, usage) * _BAR)
         colour = "green" if usage < 0.7 else "yellow" if usage < 0.9 else "red"
         text.append("█" * filled, colour).append("░" * (_BAR - filled), "dim")
-        text.append(f" {usage:.1%} of {size(now.count('budget_bytes'))}   ")
-    text.append(f"used {size(now.count('used_bytes'))}, reserved {size(now.count('reserved_bytes'))}, ")
+        text.append(f" {usage:.1%} of {size(now.count('budget_bytes'))}")
+    text.append(f"\nbytes    used {size(now.count('used_bytes'))}, reserved {size(now.count('reserved_bytes'))}, ")
     text.append(
         f"wasted {size(now.count('wasted_bytes'))} (utilization {now.count('utilization_ratio'):.1%})\nblocks   "
     )

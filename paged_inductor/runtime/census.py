@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .group import CacheGroup
 from .pool import Account
+from .table import Row
 
 __all__ = ["Census", "Holdings", "census", "held_by", "sequences"]
 
@@ -49,17 +50,26 @@ def census(group: CacheGroup) -> Census:
     return Census(sum(filled.values()), resident, sum(count > 1 for count in seen.values()))
 
 
-def sequences(groups: Iterable[CacheGroup]) -> int:
-    """How many sequences are alive. A model whose layers are in several groups has each of its sequences in all of
-    them, so of a label's groups the largest counts. The caller holds the manager's lock."""
+def sequences(groups: Iterable[CacheGroup], resident: bool = False) -> int:
+    """How many sequences are alive; `resident`: and not swapped out. The caller holds the manager's lock.
+
+    A model whose layers are in several groups has each of its sequences in all of them, so of a label's groups the
+    largest counts.
+    """
     most: dict[str, int] = {}
     for group in groups:
         rows: dict[str, set[int]] = {}
         for holding in group.holdings.values():
-            rows.setdefault(holding.label, set()).update(map(id, holding.rows))
+            here = (row for row in holding.rows if not (resident and _swapped(row)))
+            rows.setdefault(holding.label, set()).update(map(id, here))
         for label, found in rows.items():
             most[label] = max(most.get(label, 0), len(found))
     return sum(most.values())
+
+
+def _swapped(row: Row) -> bool:
+    """Whether some of a row's blocks are in another tier: caches move as a whole, but for prefixes that others use."""
+    return bool(row.blocks) and (row.blocks[0] < 0 or row.blocks[-1] < 0)
 
 
 def held_by(groups: Iterable[CacheGroup]) -> dict[Account, Holdings]:
