@@ -14,6 +14,7 @@ from ._errors import (
     PatchError,
     PoolMismatchError,
     QuotaExceeded,
+    SwapError,
     UnsupportedInputError,
     VerificationError,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "QuotaExceeded",
     "Stats",
     "StepLatency",
+    "SwapError",
     "TenantStats",
     "Timeline",
     "UnsupportedInputError",

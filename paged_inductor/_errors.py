@@ -12,6 +12,7 @@ __all__ = [
     "PatchError",
     "PoolMismatchError",
     "QuotaExceeded",
+    "SwapError",
     "UnsupportedInputError",
     "VerificationError",
     "missing_extra",
@@ -68,6 +69,10 @@ class KVBudgetExceeded(PagedInductorError, MemoryError):
 
 class QuotaExceeded(KVBudgetExceeded):
     """A tenant's quota of bytes for KV pages is used up. Nothing was changed; other tenants are not concerned."""
+
+
+class SwapError(PagedInductorError, RuntimeError):
+    """Tokens of a swapped cache could not be brought back. Other caches are not concerned."""
 
 
 class VerificationError(PagedInductorError, AssertionError):

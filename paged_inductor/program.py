@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from . import ops
 from .group_plan import GroupPlan
 from .passes import GraphState
-from .runtime import manager
+from .runtime import Preempted, manager
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor
 from .triangles import Triangles
@@ -50,7 +50,6 @@ class PagedProgram:
         self._label = label
         self._triangles = triangles
         self._plans = plans
-        self._groups = list({id(plan.group): plan.group for plan in plans}.values())
         self._kept = [i for i, node in enumerate(captured) if node.name not in paged]
         self._densify = [j for j, i in enumerate(self._kept) if isinstance(examples[i], PagedTensor)]
         self._dense_outputs = state.dense_outputs
@@ -68,6 +67,21 @@ class PagedProgram:
     def _step(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """The rewritten graph's results and the views that it filled; None if the call does not fit the graph."""
         began = perf_counter_ns()
+        runtime = manager()
+        with runtime.preemptible():
+            while True:
+                try:
+                    done = self._attempt(args)
+                    break
+                except Preempted:
+                    runtime.wait_for_others()
+        if done is not None:
+            tenant = done[1][0].view.tenant.name
+            runtime.counters.latencies.record(self._label, tenant, perf_counter_ns() - began)
+        return done
+
+    def _attempt(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
+        """One attempt at `_step`; raises `Preempted`, with everything given back, if it must be made again."""
         steps: list[Step] = []
         if not self._triangles.hold(args):
             return None
@@ -85,7 +99,12 @@ class PagedProgram:
         for j in self._densify:
             inputs[j] = inputs[j].dense()
         runtime = manager()
-        runtime.begin(self._groups)
+        views = [step.view for step in steps]
+        try:
+            runtime.begin(views)
+        except BaseException:
+            undo(steps)
+            raise
         try:
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
@@ -98,12 +117,11 @@ class PagedProgram:
             raise
         finally:
             del inputs
-            runtime.end(self._groups)
+            runtime.end(views)
         commit(steps)
         for plan, step in zip(self._plans, steps):
             if plan.static is not None and step.extent is not None:
                 plan.static.succeeded(args, step.extent - plan.count(args))
-        runtime.counters.latencies.record(self._label, steps[0].view.tenant.name, perf_counter_ns() - began)
         if not self._ran:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle

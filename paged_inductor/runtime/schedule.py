@@ -25,7 +25,8 @@ class Schedule:
 
     `W` is a whole number of chunks, and at least the longest row's; entries beyond a row's blocks are the zero page.
     The host copies are plain arrays that the CPU tensors share memory with, so that changing an entry takes no tensor
-    operation. A schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
+    operation. `epoch` is the group's of when the table was made: a later one means that blocks have moved since. A
+    schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Schedule:
         "_table",
         "_width",
         "block_table",
+        "epoch",
         "num_chunks",
         "row_chunks",
         "seq_lens",
@@ -42,6 +44,7 @@ class Schedule:
 
     def __init__(self, view: View) -> None:
         group = view.group
+        self.epoch = group.epoch
         self._block_size = group.block_size
         self._device = group.sites[0].device
         self._lens = array("i", view.lengths)

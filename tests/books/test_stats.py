@@ -74,9 +74,10 @@ def test_every_tenant_has_its_share(runtime: Manager) -> None:
 
 def test_running_steps(runtime: Manager) -> None:
     groups = [group_of(runtime), runtime.group((SITE, SITE), 16)]
-    with runtime.using(*groups):
+    views = [runtime.create(group, 1, 5, "hybrid").view for group in groups]
+    with runtime.using(*views):
         assert paged_inductor.stats().running_steps == 1
-        with runtime.using(groups[0]):
+        with runtime.using(views[0]):
             assert paged_inductor.stats().running_steps == 2
     assert paged_inductor.stats().running_steps == 0
 

@@ -88,7 +88,7 @@ def test_samples_say_what_stats_say(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.modules[f"paged_inductor.{module}"], "manager", lambda: own)
     group = own.group((SITE,), 16)
     view = own.create(group, 3, 20, "three").view
-    with own.using(group):
+    with own.using(view):
         sample, now = Timeline(1.0).sample(), paged_inductor.stats()
     assert sample.blocks_used == now.blocks_used == 6
     assert sample.blocks_free == now.blocks_free
@@ -96,15 +96,17 @@ def test_samples_say_what_stats_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.bytes_reserved == now.bytes_reserved
     assert sample.sequences == now.sequences == 3
     assert sample.running_steps == now.running_steps == 1
-    for i, block in enumerate(view.rows[0].blocks):
-        group.pool.swap_out(block, -block)
-        view.rows[0].blocks[i] = -block
+    paged_inductor.configure(swap_host="1MiB")
+    with own.locked():
+        own.swap.out(group, 2, view.rows[1:])
     assert Timeline(1.0).sample().sequences == 2
     now = paged_inductor.stats()
     assert (now.sequences, now.swapped_blocks, now.blocks_used, now.tokens) == (3, 2, 4, 60)
     assert now.utilization == 40 / 64
     assert now.tenants["default"].swapped_blocks == 2
+    assert now.swaps_out == 2 and now.swap_bytes_out == 2 * group.block_bytes and now.swap_seconds_out > 0
     own.check_integrity()
+    paged_inductor.configure(swap_host=None)
 
 
 def test_it_samples_by_itself_and_stops() -> None:
