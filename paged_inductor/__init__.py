@@ -21,11 +21,13 @@ from ._errors import (
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
-from .monitor import Stats, check_integrity, reset, stats, trim
+from .metrics import MetricsCollector, MetricsServer, serve_metrics
+from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
 from .persist import load, save
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
+from .timeline import Timeline, timeline
 
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
     register_backend(_backend, name="paged_inductor")
@@ -39,6 +41,8 @@ __all__ = [
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
+    "MetricsCollector",
+    "MetricsServer",
     "MissingExtraError",
     "PagedInductorError",
     "PagedStack",
@@ -48,7 +52,10 @@ __all__ = [
     "QuotaExceeded",
     "SavedCacheError",
     "Stats",
+    "StepLatency",
     "SwapError",
+    "TenantStats",
+    "Timeline",
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",
@@ -58,9 +65,11 @@ __all__ = [
     "page",
     "reset",
     "save",
+    "serve_metrics",
     "stats",
     "tenant",
     "testing",
+    "timeline",
     "trim",
     "unpage",
 ]

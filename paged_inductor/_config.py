@@ -19,6 +19,7 @@ __all__ = [
     "require_block_size",
     "require_bool",
     "require_choice",
+    "require_port",
     "reset_config",
 ]
 
@@ -41,6 +42,8 @@ class Config:
     swap_disk: bytes of disk for the same, when host memory is used up; 0 by default: tokens stay in memory.
     swap_dir: folder of the swap files, which have no names and vanish with the process. None: the system's temporary
         folder.
+    metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
+        See `serve_metrics`.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
@@ -50,6 +53,7 @@ class Config:
     swap_host: int | None = None
     swap_disk: int = 0
     swap_dir: str | None = None
+    metrics_port: int | None = None
     triton_on_cpu: bool = False
 
 
@@ -107,6 +111,14 @@ def require_bool(name: str, value: Any) -> bool:
     return text in ("1", "true", "yes")
 
 
+def require_port(value: Any) -> int:
+    """`value` as a TCP port, if it is one or a text that says one; else raises `ConfigurationError`."""
+    text = str(value)
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 65535:
+        raise ConfigurationError(f"port {value!r} is not allowed: choose a number from 1 to 65535")
+    return int(text)
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "kv_budget": lambda value: None if value is None else parse_bytes(value),
     "block_size": require_block_size,
@@ -114,6 +126,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "swap_disk": lambda value: _bytes_or_zero(value, "swap_disk"),
     "swap_dir": lambda value: None if value is None else _require_folder(value),
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
+    "metrics_port": lambda value: None if value is None else require_port(value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 _NUMBERS = ("kv_budget", "block_size", "swap_host", "swap_disk")

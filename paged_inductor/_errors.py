@@ -16,6 +16,7 @@ __all__ = [
     "SwapError",
     "UnsupportedInputError",
     "VerificationError",
+    "missing_extra",
 ]
 
 
@@ -45,6 +46,11 @@ class MaterializationError(PagedInductorError, RuntimeError):
 
 class MissingExtraError(PagedInductorError, ImportError):
     """A function needs a library that is not installed; the message names the extra that brings it."""
+
+
+def missing_extra(what: str, library: str, extra: str) -> MissingExtraError:
+    """The error that says that `what` needs a library, and how to install it."""
+    return MissingExtraError(f"{what} needs {library}, which is not installed: pip install 'paged-inductor[{extra}]'")
 
 
 class IntegrityError(PagedInductorError, AssertionError):

@@ -17,6 +17,7 @@ from ._errors import ConfigurationError
 from .adoption import AdoptingProgram
 from .group_plan import describe, plan_groups, site_spec
 from .inner import INNER_COMPILERS, compile_inner
+from .metrics import serve_as_configured
 from .passes import CacheSite, GraphReport, page_graph
 from .passes.mask_effects import Writers, written
 from .passes.stacked import unstack
@@ -81,6 +82,7 @@ def paged_inductor(
     Graphs without caches, and graphs that need gradients, are handed to the inner compiler as they are.
     """
     settings = BackendOptions(options, mode)
+    serve_as_configured()
     stacks = {n.name: x.lead for n, x in _given(gm, example_inputs, PagedStack)}
     unstacked = unstack(gm, stacks)
     if unstacked is not None:

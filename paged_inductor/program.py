@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 from torch.fx import GraphModule
@@ -65,13 +66,19 @@ class PagedProgram:
 
     def _step(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """The rewritten graph's results and the views that it filled; None if the call does not fit the graph."""
+        began = perf_counter_ns()
         runtime = manager()
         with runtime.preemptible():
             while True:
                 try:
-                    return self._attempt(args)
+                    done = self._attempt(args)
+                    break
                 except Preempted:
                     runtime.wait_for_others()
+        if done is not None:
+            tenant = done[1][0].view.tenant.name
+            runtime.counters.latencies.record(self._label, tenant, perf_counter_ns() - began)
+        return done
 
     def _attempt(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """One attempt at `_step`; raises `Preempted`, with everything given back, if it must be made again."""

@@ -129,6 +129,12 @@ class Budget:
             group.resizing = False
             self._idle.notify_all()
 
+    @property
+    def known_limit(self) -> int | None:
+        """As `limit`, but None if nothing was configured and no cache has grown yet."""
+        configured = config().kv_budget
+        return self._default if configured is None else configured
+
     def forget(self) -> None:
         """Measure the free memory again when the default limit is next needed."""
         self._default = None

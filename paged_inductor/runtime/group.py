@@ -269,24 +269,6 @@ class CacheGroup:
                 self.pool.move(source, target)
         return self.shrink()
 
-    # -- counts ----------------------------------------------------------------------------------------------
-
-    def count_tokens(self) -> tuple[int, int]:
-        """Live tokens, each physical one once, and the number of blocks that more than one sequence sees."""
-        filled: dict[int, int] = {}
-        seen: dict[int, int] = {}
-        for holding in self.holdings.values():
-            for row in set(holding.rows):
-                if holding.rows.count(row) > 1:
-                    seen.update((block, 2) for block in row.blocks)
-        for row in self.live_rows():
-            for j, block in enumerate(row.blocks):
-                if block < 0:
-                    continue
-                filled[block] = max(filled.get(block, 0), min(self.block_size, row.length - j * self.block_size))
-                seen[block] = seen.get(block, 0) + 1
-        return sum(filled.values()), sum(count > 1 for count in seen.values())
-
     def relength(self, view: View, rows: tuple[Row, ...], lengths: tuple[int, ...]) -> None:
         """Let a static view see `lengths` tokens of `rows`, which must be registered already."""
         before = zip(view.rows, view.lengths)

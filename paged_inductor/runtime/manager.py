@@ -49,6 +49,7 @@ class Manager:
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
+        self.running_steps = 0
         self.tenants = Tenants()
         self.swap = SwapSpace(self.counters)
         self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
@@ -122,6 +123,11 @@ class Manager:
     def groups(self) -> list[CacheGroup]:
         """All groups, in the order in which they were made."""
         return list(self._groups.values())
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that all arenas together may take; None if that is not decided yet."""
+        return self._budget.known_limit
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -335,6 +341,7 @@ class Manager:
                 group.pins[view.serial].steps += 1
                 group.holdings[view.serial].used = now
             self.counters.steps += 1
+            self.running_steps += 1
 
     def _bring_back(self, views: Sequence[View]) -> None:
         """Bring the swapped blocks of a step's views back: all of them, or none may be swapped out again meanwhile."""
@@ -345,6 +352,7 @@ class Manager:
     def end(self, views: Sequence[View]) -> None:
         """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""
         with self._lock:
+            self.running_steps -= 1
             for view in views:
                 group = view.group
                 group.active -= 1

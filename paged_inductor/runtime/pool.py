@@ -71,6 +71,11 @@ class BlockPool:
         return len(self._refs) - 1 - len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks without owners that are kept for their tokens, until somebody needs the space."""
+        return 0
+
+    @property
     def num_swapped(self) -> int:
         """Blocks whose tokens are in another tier."""
         return len(self._swapped)
@@ -217,6 +222,13 @@ class BlockPool:
             if payer is not None:
                 total[payer] = total.get(payer, 0) + self.block_bytes
         return total
+
+    def swapped_by(self) -> dict[Account, int]:
+        """Swapped blocks that each account will pay for when they are back."""
+        count: dict[Account, int] = {}
+        for _, payer in self._swapped.values():
+            count[payer] = count.get(payer, 0) + 1
+        return count
 
     def check(self) -> list[str]:
         """Inconsistencies of the free list and the counts, as sentences (empty when sound)."""

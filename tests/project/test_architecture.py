@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tensor",
         "reports",
         "inner",
+        "metrics",
         "_config",
         "_errors",
         "_layout",
@@ -67,10 +68,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tenancy": {"runtime", "_config", "_errors"},
     "patch": {"backend", "compiling", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
+    "metrics": {"monitor", "runtime", "_config", "_errors"},
+    "timeline": {"runtime", "_errors"},
     "plot": {"_errors", "passes"},
     "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
-PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare", "testing"}  # on top: may import everything
+PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "_top", "compare", "testing"}  # on top: may import everything
 NEVER: dict[str, set[str]] = {
     "runtime/pool": {"torch", "triton"},
     "runtime/table": {"torch", "triton"},
