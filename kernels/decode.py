@@ -203,9 +203,10 @@ def plan(
     ]
 
 
-def decode(problem: AttentionProblem, out: Tensor, allocate: Allocator) -> None:
-    """Write the attention of `problem` into `out`; scratch comes from `allocate`."""
-
+def decode(
+    problem: AttentionProblem, out: Tensor, allocate: Allocator, choose: autotune.Choose = autotune.choose
+) -> None:
+    """Write the attention of `problem` into `out`; scratch comes from `allocate`, the configuration from `choose`."""
     limits = device_limits(problem.q.device)
 
     def run(config: LaunchConfig) -> None:
@@ -214,4 +215,4 @@ def decode(problem: AttentionProblem, out: Tensor, allocate: Allocator) -> None:
             launch.run()
 
     candidates = configs.decode_candidates(problem, limits)
-    run(autotune.choose(("decode", *problem.tuning_key()), candidates, run))
+    run(choose(("decode", *problem.tuning_key()), candidates, run))

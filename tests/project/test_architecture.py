@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plot": {"_errors", "passes"},
     "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
-PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "compare", "testing"}  # on top: may import everything
+PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "_tune", "compare", "testing"}  # on top: may import everything
 NEVER: dict[str, set[str]] = {
     "runtime/pool": {"torch", "triton"},
     "runtime/table": {"torch", "triton"},
