@@ -12,7 +12,7 @@ Entry = tuple[int, int, int, int]  # tile_m, tile_n, num_warps, num_buffers
 T = TypeVar("T")
 
 MIN_RESIDENT_WARPS = 8  # two for each of a processor's four schedulers: one waits for memory, the other computes
-ADDRESS_REGISTERS = 32  # pointers, masks, indices: what is not a tile
+ADDRESS_REGISTERS = 56  # pointers, masks, operands: the least that ptxas was seen to use beside the tiles
 
 
 def shared_bytes(problem: AttentionProblem, entry: Entry) -> int:

@@ -110,6 +110,7 @@ def prefill_kernel(
         first_row,
         0,
         1,
+        0,
         GROUP,
         HEAD_DIM,
         V_HEAD_DIM,

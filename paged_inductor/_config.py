@@ -36,12 +36,16 @@ class Config:
         256.
     on_materialize: what to do when an operation has to copy pages into a dense tensor: "warn" once per
         operation, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time.
+    deterministic: on GPUs, the attention of a row depends on that row alone, to the bit, and not on what else is in its
+        batch (with a mask that was not proven, on the logical length, too). On the CPU this holds for one query anyhow,
+        and not for several. It says nothing of a model's other layers: matrix products may depend on the batch size.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
     kv_budget: int | None = None
     block_size: int = 16
     on_materialize: str = "warn"
+    deterministic: bool = False
     triton_on_cpu: bool = False
 
 
@@ -88,6 +92,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "kv_budget": lambda value: None if value is None else parse_bytes(value),
     "block_size": require_block_size,
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
+    "deterministic": lambda value: require_bool("deterministic", value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 OPTION_NAMES = tuple(field.name for field in fields(Config))

@@ -122,10 +122,10 @@ SM_90, GFX942 = TARGETS["sm_90"][1], TARGETS["gfx942"][1]
 def test_what_a_configuration_takes_of_a_processor() -> None:
     entry = (128, 64, 8, 2)
     assert occupancy.shared_bytes(WIDE_PROBLEM, entry) == (128 * 128 + 2 * 64 * 256) * 2  # Q, and K and V twice
-    assert occupancy.registers(WIDE_PROBLEM, entry, SM_90) == 32 + (128 * 128 + 128 * 64) // 256
-    assert occupancy.resident_warps(WIDE_PROBLEM, entry, SM_90) == 16  # two programs have registers: 2 x 256 x 128
+    assert occupancy.registers(WIDE_PROBLEM, entry, SM_90) == 56 + (128 * 128 + 128 * 64) // 256
+    assert occupancy.resident_warps(WIDE_PROBLEM, entry, SM_90) == 8  # one program of 256 threads has registers
     assert occupancy.resident_warps(WIDE_PROBLEM, (16, 64, 4, 2), SM_90) == 12  # three have shared memory
-    assert occupancy.resident_warps(WIDE_PROBLEM, (16, 16, 4, 1), SM_90) == 40  # ten have registers
+    assert occupancy.resident_warps(WIDE_PROBLEM, (16, 16, 4, 1), SM_90) == 24  # six have registers
 
 
 def test_candidates_that_do_not_fit_are_never_timed() -> None:
