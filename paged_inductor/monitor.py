@@ -21,7 +21,9 @@ class Stats:
     tokens / bytes_used (1.0 when nothing is used). shared_blocks: blocks that more than one sequence sees.
     copies_on_write: blocks copied since the start or `reset()`. materializations: dense copies made, by operation.
     swapped_blocks: blocks moved to another tier (always 0 in this version). arena_growths, dense_fallbacks: how often
-    arenas grew, and steps had to run on dense copies. steps: uses of the arenas: compiled steps and eager operations.
+    arenas grew, and steps had to run on dense copies. graph_recordings: with mode="reduce-overhead", how often a step's
+    fixed inputs were in a new place, so that it had to be recorded. steps: uses of the arenas: compiled steps and eager
+    operations.
     """
 
     blocks_total: int
@@ -37,6 +39,7 @@ class Stats:
     arena_growths: int
     steps: int
     dense_fallbacks: int
+    graph_recordings: int
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, for logs."""
@@ -73,6 +76,7 @@ def stats() -> Stats:
             arena_growths=counters.arena_growths,
             steps=counters.steps,
             dense_fallbacks=counters.dense_fallbacks,
+            graph_recordings=counters.graph_recordings,
         )
 
 

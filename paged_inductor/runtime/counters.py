@@ -14,6 +14,7 @@ class Counters:
     copies_on_write: int = 0
     arena_growths: int = 0
     steps: int = 0
+    graph_recordings: int = 0
     dense_fallbacks: int = 0
     materializations: dict[str, int] = field(default_factory=dict)
 

@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "triangles": set(),
     "step": {"runtime", "tensor", "positions", "_layout"},
     "group_plan": {"passes", "runtime", "tensor", "sizes", "positions", "step"},
-    "program": {"ops", "passes", "runtime", "tensor", "group_plan", "step", "triangles"},
+    "replay": {"group_plan", "passes", "runtime"},
+    "program": {"ops", "passes", "runtime", "tensor", "group_plan", "replay", "step", "triangles"},
     "adoption": {"passes", "runtime", "tensor"},
     "dense_run": {"tensor"},
     "verified": {
@@ -48,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "group_plan",
         "passes",
         "program",
+        "replay",
         "adoption",
         "verified",
         "runtime",
