@@ -41,6 +41,20 @@ _SUMS = {
 _SUM_METHODS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
+# What masks are made of; once a mask is proven, nothing reads it.
+_MASK_FUNCTIONS = {
+    torch.arange,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.where,
+    operator.getitem,
+    *(getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "invert")),
+    *_SUMS,
+}
+_MASK_METHODS = {"unsqueeze", "expand", "view", "reshape", "to", "bool", "masked_fill", "logical_not", *_SUM_METHODS}
+
+
 class _NotHeld(Exception):
     """Why a step cannot be repeated at another length."""
 
@@ -81,10 +95,11 @@ class HoldLengths(Pass):
                 raise _NotHeld(f"{group.sites[0].name} is a cache of kind {group.kind}, not one that grows")
             for site in group.sites:
                 if not isinstance(site.new_tokens, int):
-                    raise _NotHeld(f"the number of tokens that {site.name} grows by is not fixed")
+                    return  # a chunk of a prompt, of any length
                 symbols |= expr(site.size("S")).free_symbols
         if not symbols:
             return  # captured for one length only: runs once
+        _drop_masks(graph)
         found = self._find(state, symbols)
         self._check_plans(graph, found)
         self._replace(state, found)
@@ -191,6 +206,7 @@ class HoldLengths(Pass):
             graph.erase_node(node)
         prune(graph)
         self._drop_numbers(state)
+        state.gm.recompile()
 
     @staticmethod
     def _bound_of(node: Node, where: int | str) -> tuple[Node, int]:
@@ -242,6 +258,15 @@ class HoldLengths(Pass):
                 if not any(isinstance(other, torch.Tensor) and _mentions(other, {expr(value)}) for other in others):
                     state.dropped.add(node.name)
                     state.gm.graph.erase_node(node)
+
+
+def _drop_masks(graph: Graph) -> None:
+    """Erase unread results of operations that have no effect but their result."""
+    for node in reversed(graph.nodes):
+        functions = node.op == "call_function" and node.target in _MASK_FUNCTIONS
+        methods = node.op == "call_method" and node.target in _MASK_METHODS
+        if not node.users and (functions or methods) and "out" not in node.kwargs:
+            graph.erase_node(node)
 
 
 def _mentions(value: torch.Tensor, symbols: set[Any]) -> bool:
