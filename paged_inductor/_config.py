@@ -44,6 +44,9 @@ class Config:
         folder.
     metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
         See `serve_metrics`.
+    deterministic: on GPUs, the attention of a row depends on that row alone, to the bit, and not on what else is in its
+        batch (with a mask that was not proven, on the logical length, too). On the CPU this holds for one query anyhow,
+        and not for several. It says nothing of a model's other layers: matrix products may depend on the batch size.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
@@ -54,6 +57,7 @@ class Config:
     swap_disk: int = 0
     swap_dir: str | None = None
     metrics_port: int | None = None
+    deterministic: bool = False
     triton_on_cpu: bool = False
 
 
@@ -127,6 +131,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "swap_dir": lambda value: None if value is None else _require_folder(value),
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
     "metrics_port": lambda value: None if value is None else require_port(value),
+    "deterministic": lambda value: require_bool("deterministic", value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 _NUMBERS = ("kv_budget", "block_size", "swap_host", "swap_disk")
