@@ -99,7 +99,8 @@ def test_a_step_that_holds_blocks_is_preempted(runtime: Manager) -> None:
         del first
         end.set()
         runtime.wait_for_others()
-        assert len(runtime.create(large, 1, 32, "mine, too").view.rows[0].blocks) == 2
+        second = runtime.create(large, 1, 32, "mine, too").view
+        assert len(second.rows[0].blocks) == 2
 
 
 def test_swapped_blocks_come_back_before_a_step_and_stay_while_it_runs(runtime: Manager) -> None:
