@@ -14,15 +14,20 @@ from ._errors import (
     PatchError,
     PoolMismatchError,
     QuotaExceeded,
+    SavedCacheError,
+    SwapError,
     UnsupportedInputError,
     VerificationError,
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
-from .monitor import Stats, check_integrity, reset, stats, trim
+from .metrics import MetricsCollector, MetricsServer, serve_metrics
+from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
+from .persist import load, save
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
+from .timeline import Timeline, timeline
 
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
     register_backend(_backend, name="paged_inductor")
@@ -36,6 +41,8 @@ __all__ = [
     "IntegrityError",
     "KVBudgetExceeded",
     "MaterializationError",
+    "MetricsCollector",
+    "MetricsServer",
     "MissingExtraError",
     "PagedInductorError",
     "PagedStack",
@@ -43,17 +50,26 @@ __all__ = [
     "PatchError",
     "PoolMismatchError",
     "QuotaExceeded",
+    "SavedCacheError",
     "Stats",
+    "StepLatency",
+    "SwapError",
+    "TenantStats",
+    "Timeline",
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",
     "configure",
     "explain",
+    "load",
     "page",
     "reset",
+    "save",
+    "serve_metrics",
     "stats",
     "tenant",
     "testing",
+    "timeline",
     "trim",
     "unpage",
 ]

@@ -1,10 +1,13 @@
-"""`python -m paged_inductor doctor | ab`."""
+"""`python -m paged_inductor doctor | ab | top | tune`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from ._tune import add_options as add_tune_options
+from ._tune import tune as run_tuning
 
 __all__ = ["main"]
 
@@ -22,11 +25,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ab.add_argument("--beams", type=int, default=1, help="beams to search with (default: %(default)s)")
     ab.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     ab.add_argument("--inner", default="eager", choices=("inductor", "aot_eager", "eager"))
+    watch = commands.add_parser("top", help="the books of a running process, live (needs the extra 'top')")
+    watch.add_argument("--url", help="where it serves its metrics (default: this machine, port 9464)")
+    watch.add_argument("--interval", type=float, default=1.0, help="seconds between frames (default: %(default)s)")
+    watch.add_argument("--once", action="store_true", help="print one frame and end")
+    tune = commands.add_parser("tune", help="time the kernels' configurations on this GPU and keep the fastest on disk")
+    add_tune_options(tune)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         from ._doctor import doctor
 
         return doctor()
+    if options.command == "top":
+        from ._top import top
+
+        return top(options)
+    if options.command == "tune":
+        return run_tuning(options)
     from ._ab import ab as compare
 
     return compare(options)

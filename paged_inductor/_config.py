@@ -19,6 +19,7 @@ __all__ = [
     "require_block_size",
     "require_bool",
     "require_choice",
+    "require_port",
     "reset_config",
 ]
 
@@ -36,12 +37,27 @@ class Config:
         256.
     on_materialize: what to do when an operation has to copy pages into a dense tensor: "warn" once per
         operation, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time.
+    swap_host: bytes of host memory that the tokens of caches may take that are not in use when the budget is short.
+        None: half of the free memory for caches on other devices than the CPU, 0 for caches on the CPU.
+    swap_disk: bytes of disk for the same, when host memory is used up; 0 by default: tokens stay in memory.
+    swap_dir: folder of the swap files, which have no names and vanish with the process. None: the system's temporary
+        folder.
+    metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
+        See `serve_metrics`.
+    deterministic: on GPUs, the attention of a row depends on that row alone, to the bit, and not on what else is in its
+        batch (with a mask that was not proven, on the logical length, too). On the CPU this holds for one query anyhow,
+        and not for several. It says nothing of a model's other layers: matrix products may depend on the batch size.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
     kv_budget: int | None = None
     block_size: int = 16
     on_materialize: str = "warn"
+    swap_host: int | None = None
+    swap_disk: int = 0
+    swap_dir: str | None = None
+    metrics_port: int | None = None
+    deterministic: bool = False
     triton_on_cpu: bool = False
 
 
@@ -60,6 +76,18 @@ def parse_bytes(value: int | str, name: str = "kv_budget") -> int:
             'a text as "8GiB" or "512MiB", or None for the default'
         )
     return int(float(match[1]) * unit)
+
+
+def _bytes_or_zero(value: int | str, name: str) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value, name)
+
+
+def _require_folder(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not os.path.isdir(value) or not os.access(value, os.W_OK):
+        raise ConfigurationError(
+            f"swap_dir={value!r} is not a folder that can be written to: make it, or choose another"
+        )
+    return os.fspath(value)  # type: ignore[return-value]
 
 
 def require_block_size(value: Any) -> int:
@@ -87,12 +115,26 @@ def require_bool(name: str, value: Any) -> bool:
     return text in ("1", "true", "yes")
 
 
+def require_port(value: Any) -> int:
+    """`value` as a TCP port, if it is one or a text that says one; else raises `ConfigurationError`."""
+    text = str(value)
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 65535:
+        raise ConfigurationError(f"port {value!r} is not allowed: choose a number from 1 to 65535")
+    return int(text)
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "kv_budget": lambda value: None if value is None else parse_bytes(value),
     "block_size": require_block_size,
+    "swap_host": lambda value: None if value is None else _bytes_or_zero(value, "swap_host"),
+    "swap_disk": lambda value: _bytes_or_zero(value, "swap_disk"),
+    "swap_dir": lambda value: None if value is None else _require_folder(value),
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
+    "metrics_port": lambda value: None if value is None else require_port(value),
+    "deterministic": lambda value: require_bool("deterministic", value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
+_NUMBERS = ("kv_budget", "block_size", "swap_host", "swap_disk")
 OPTION_NAMES = tuple(field.name for field in fields(Config))
 
 
@@ -101,7 +143,7 @@ def _from_environment() -> Config:
     for name in OPTION_NAMES:
         text = os.environ.get(f"PAGED_INDUCTOR_{name.upper()}")
         if text is not None:
-            value: Any = int(text) if text.isdigit() and name in ("kv_budget", "block_size") else text
+            value: Any = int(text) if text.isdigit() and name in _NUMBERS else text
             values[name] = _PARSERS[name](value)
     return Config(**values)
 

@@ -12,8 +12,11 @@ __all__ = [
     "PatchError",
     "PoolMismatchError",
     "QuotaExceeded",
+    "SavedCacheError",
+    "SwapError",
     "UnsupportedInputError",
     "VerificationError",
+    "missing_extra",
 ]
 
 
@@ -45,6 +48,11 @@ class MissingExtraError(PagedInductorError, ImportError):
     """A function needs a library that is not installed; the message names the extra that brings it."""
 
 
+def missing_extra(what: str, library: str, extra: str) -> MissingExtraError:
+    """The error that says that `what` needs a library, and how to install it."""
+    return MissingExtraError(f"{what} needs {library}, which is not installed: pip install 'paged-inductor[{extra}]'")
+
+
 class IntegrityError(PagedInductorError, AssertionError):
     """The books do not balance: a bug of this package. Please report it with the message."""
 
@@ -62,6 +70,14 @@ class KVBudgetExceeded(PagedInductorError, MemoryError):
 
 class QuotaExceeded(KVBudgetExceeded):
     """A tenant's quota of bytes for KV pages is used up. Nothing was changed; other tenants are not concerned."""
+
+
+class SavedCacheError(PagedInductorError, ValueError):
+    """A cache cannot be saved as it is, or a file holds no cache that can be loaded here. Nothing was changed."""
+
+
+class SwapError(PagedInductorError, RuntimeError):
+    """Tokens of a swapped cache could not be brought back. Other caches are not concerned."""
 
 
 class VerificationError(PagedInductorError, AssertionError):

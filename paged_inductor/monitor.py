@@ -7,73 +7,183 @@ from typing import Any
 
 from . import reports
 from ._config import reset_config
-from .runtime import manager
+from .runtime import Manager, manager
+from .runtime.census import Holdings, census, held_by, sequences
 
-__all__ = ["Stats", "check_integrity", "reset", "stats", "trim"]
+__all__ = ["Stats", "StepLatency", "TenantStats", "check_integrity", "reset", "stats", "trim"]
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """What one tenant holds.
+
+    blocks_used, bytes_used: what it pays for (a shared block has one payer). quota: bytes that it may hold; None for no
+    limit. swapped_blocks, swapped_bytes: in another tier. steps: compiled steps that it ran.
+    """
+
+    blocks_used: int
+    bytes_used: int
+    quota: int | None
+    swapped_blocks: int
+    swapped_bytes: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class StepLatency:
+    """How long the compiled steps of one program took for one tenant, in seconds, from the call until the handles are
+    made. On a device it is the time of the host, which does not wait. p50, p95, p99: quantiles, at most an eighth too
+    high."""
+
+    program: str
+    tenant: str
+    count: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
 
 
 @dataclass(frozen=True)
 class Stats:
     """The books at one moment, over all caches of the process.
 
-    blocks_total, blocks_used: physical blocks reserved, and those that hold tokens. tokens: live tokens, shared ones
-    counted once. bytes_used, bytes_reserved: bytes of the used blocks, and of all arenas. utilization: bytes of live
-    tokens / bytes_used (1.0 when nothing is used). shared_blocks: blocks that more than one sequence sees.
-    copies_on_write: blocks copied since the start or `reset()`. materializations: dense copies made, by operation.
-    swapped_blocks: blocks moved to another tier (always 0 in this version). arena_growths, dense_fallbacks: how often
-    arenas grew, and steps had to run on dense copies. steps: uses of the arenas: compiled steps and eager operations.
+    blocks_total, blocks_used, blocks_free: physical blocks reserved, those that hold tokens, and those that are free;
+    of the rest, cached_blocks are kept for a prefix that may come again. shared_blocks: blocks that more than one
+    sequence sees. swapped_blocks: blocks in another tier of memory, which take none here.
+    tokens: live tokens, shared ones counted once. sequences: live rows. running_steps: steps under way.
+    bytes_used, bytes_reserved, bytes_budget: bytes of the used blocks, of all arenas, and what the arenas may take
+    (None if that is not decided yet). bytes_wasted: bytes of the used blocks in which no live token is. utilization:
+    bytes of live tokens / bytes_used (1.0 when nothing is used).
+
+    Since the start or `reset()`: copies_on_write: blocks copied. materializations: dense copies made, by operation.
+    prefix_queries, prefix_hits: tokens looked up among the cached prefixes, and found. evictions: cached blocks given
+    up. swaps_out, swaps_in: blocks moved, with swap_bytes_* and swap_seconds_*. preempted_steps: steps that waited for
+    others or gave way to them. arena_growths, dense_fallbacks: how often arenas grew, and steps had to run on dense
+    copies. graph_recordings: with mode="reduce-overhead", how often a step's fixed inputs were in a new place, so that
+    it had to be recorded. steps: uses of the arenas: compiled steps and eager operations.
+
+    tenants: by name. latencies: by program and tenant.
     """
 
     blocks_total: int
     blocks_used: int
+    blocks_free: int
+    cached_blocks: int
+    shared_blocks: int
+    swapped_blocks: int
     tokens: int
+    sequences: int
+    running_steps: int
     bytes_used: int
     bytes_reserved: int
+    bytes_budget: int | None
+    bytes_wasted: int
     utilization: float
-    shared_blocks: int
     copies_on_write: int
     materializations: dict[str, int]
-    swapped_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+    evictions: int
+    swaps_out: int
+    swaps_in: int
+    swap_bytes_out: int
+    swap_bytes_in: int
+    swap_seconds_out: float
+    swap_seconds_in: float
+    preempted_steps: int
     arena_growths: int
     steps: int
     dense_fallbacks: int
+    tenants: dict[str, TenantStats]
+    latencies: list[StepLatency]
+    graph_recordings: int
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, for logs."""
         return asdict(self)
 
 
+_TOTALS = (
+    "copies_on_write",
+    "prefix_queries",
+    "prefix_hits",
+    "evictions",
+    "swaps_out",
+    "swaps_in",
+    "swap_bytes_out",
+    "swap_bytes_in",
+    "swap_seconds_out",
+    "swap_seconds_in",
+    "preempted_steps",
+    "arena_growths",
+    "steps",
+    "dense_fallbacks",
+    "graph_recordings",
+)
+
+
 def stats() -> Stats:
     """The books now. Costs time in proportion to the live blocks: not for every step of a loop."""
     runtime = manager()
-    total = used = tokens = bytes_used = bytes_live = reserved = shared = 0
+    used = bytes_used = bytes_live = 0
+    counted: dict[str, int] = dict.fromkeys(("blocks_total", "blocks_free", "cached_blocks", "shared_blocks"), 0)
+    counted |= dict.fromkeys(("swapped_blocks", "tokens", "bytes_reserved"), 0)
     with runtime.locked():
         for group in runtime.groups:
             pool = group.pool
-            total += pool.capacity - 1
+            counts = census(group)
             used += pool.num_used
-            reserved += pool.capacity * group.block_bytes
             bytes_used += pool.num_used * group.block_bytes
-            live, seen_twice = group.count_tokens()
-            tokens += live
-            bytes_live += live * group.token_bytes
-            shared += seen_twice
-        counters = runtime.counters
+            bytes_live += counts.resident * group.token_bytes
+            counted["blocks_total"] += pool.capacity - 1
+            counted["blocks_free"] += pool.num_free
+            counted["cached_blocks"] += pool.num_cached
+            counted["shared_blocks"] += counts.shared
+            counted["swapped_blocks"] += pool.num_swapped
+            counted["tokens"] += counts.tokens
+            counted["bytes_reserved"] += pool.capacity * group.block_bytes
+        latencies = _latencies(runtime)
         return Stats(
-            blocks_total=total,
+            **counted,
             blocks_used=used,
-            tokens=tokens,
+            sequences=sequences(runtime.groups),
+            running_steps=runtime.running_steps,
             bytes_used=bytes_used,
-            bytes_reserved=reserved,
+            bytes_budget=runtime.budget_bytes,
+            bytes_wasted=bytes_used - bytes_live,
             utilization=bytes_live / bytes_used if bytes_used else 1.0,
-            shared_blocks=shared,
-            copies_on_write=counters.copies_on_write,
-            materializations=dict(counters.materializations),
-            swapped_blocks=0,
-            arena_growths=counters.arena_growths,
-            steps=counters.steps,
-            dense_fallbacks=counters.dense_fallbacks,
+            materializations=dict(runtime.counters.materializations),
+            **{name: getattr(runtime.counters, name) for name in _TOTALS},
+            tenants=_tenants(runtime, latencies),
+            latencies=latencies,
         )
+
+
+def _latencies(runtime: Manager) -> list[StepLatency]:
+    found = []
+    for (program, tenant), times in runtime.counters.latencies.all().items():
+        count = times.count
+        if count:  # else its first step is being recorded
+            quantiles = (times.quantile(share) for share in (0.5, 0.95, 0.99))
+            found.append(StepLatency(program, tenant, count, times.total / count, *quantiles))
+    return found
+
+
+def _tenants(runtime: Manager, latencies: list[StepLatency]) -> dict[str, TenantStats]:
+    held = held_by(runtime.groups)
+    found = {}
+    for tenant in runtime.tenants.all():
+        holdings = held.get(tenant, Holdings())
+        found[tenant.name] = TenantStats(
+            blocks_used=holdings.blocks,
+            bytes_used=tenant.used,
+            quota=None if tenant.limit == float("inf") else int(tenant.limit),
+            swapped_blocks=holdings.swapped_blocks,
+            swapped_bytes=holdings.swapped_bytes,
+            steps=sum(latency.count for latency in latencies if latency.tenant == tenant.name),
+        )
+    return found
 
 
 def check_integrity() -> str:

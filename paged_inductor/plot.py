@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from ._errors import MissingExtraError
+from ._errors import missing_extra
 from .passes.report import CacheReport, GraphReport, SiteReport
 
 __all__ = ["draw"]
@@ -26,9 +26,7 @@ def draw(graphs: Sequence[GraphReport], path: str | PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError(
-            "Explanation.plot() needs matplotlib, which is not installed: pip install 'paged-inductor[plot]'"
-        ) from error
+        raise missing_extra("Explanation.plot()", "matplotlib", "plot") from error
     shown = list(enumerate(graphs, 1))[-_MOST_GRAPHS:]
     rows = max((_height(graph) for _, graph in shown), default=1)
     figure = Figure(figsize=(_WIDTH * max(1, len(shown)), _ROW * rows + 0.9), layout="constrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 from torch.fx import GraphModule
@@ -12,7 +13,8 @@ from torch.fx import GraphModule
 from . import ops
 from .group_plan import GroupPlan
 from .passes import GraphState
-from .runtime import View, manager
+from .replay import Replay
+from .runtime import Preempted, View, manager
 from .sharing import Sharer, StalePrefix, loans
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor
@@ -45,12 +47,11 @@ class PagedProgram:
         """`gm` is the graph as captured, for calls that do not fit; `compiler` compiles the rewritten one; `triangles`
         are what the proofs of its masks rely on."""
         captured = gm.graph.find_nodes(op="placeholder")
-        paged = {node.name for node in state.inputs}
+        paged = {node.name for node in state.inputs} | state.dropped
         self._dense = gm
         self._label = label
         self._triangles = triangles
         self._plans = plans
-        self._groups = list({id(plan.group): plan.group for plan in plans}.values())
         self._kept = [i for i, node in enumerate(captured) if node.name not in paged]
         self._densify = [j for j, i in enumerate(self._kept) if isinstance(examples[i], PagedTensor)]
         self._dense_outputs = state.dense_outputs
@@ -58,8 +59,11 @@ class PagedProgram:
         self._sharer = Sharer(state.sharing, captured) if state.sharing and not state.sharing.reason else None
         self._warned = False
         self._ran = False
+        self._replay = Replay(state) if state.held else None
         inputs = [make_dense(examples[i]) for i in self._kept]
-        self._run = compiler(state.gm, inputs + [new.node.meta["example_value"] for new in state.new_inputs])
+        inputs += [new.node.meta["example_value"] for new in state.new_inputs]
+        inputs += [held.node.meta["example_value"] for held in state.held]
+        self._run = compiler(state.gm, inputs)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
@@ -68,6 +72,23 @@ class PagedProgram:
 
     def _step(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """The rewritten graph's results and the views that it filled; None if the call does not fit the graph."""
+        began = perf_counter_ns()
+        runtime = manager()
+        with runtime.preemptible():
+            while True:
+                try:
+                    done = self._attempt(args)
+                    break
+                except Preempted:
+                    pass  # the views of the attempt die with the exception, before the wait
+                runtime.wait_for_others()
+        if done is not None:
+            tenant = done[1][0].view.tenant.name
+            runtime.counters.latencies.record(self._label, tenant, perf_counter_ns() - began)
+        return done
+
+    def _attempt(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
+        """One attempt at `_step`; raises `Preempted`, with everything given back, if it must be made again."""
         steps: list[Step] = []
         if loans:
             self._confirm(args)
@@ -87,20 +108,30 @@ class PagedProgram:
         for j in self._densify:
             inputs[j] = inputs[j].dense()
         runtime = manager()
-        runtime.begin(self._groups)
+        views = [step.view for step in steps]
         try:
+            runtime.begin(views)
+        except BaseException:
+            undo(steps)
+            raise
+        try:
+            tables = []
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
-                inputs += step.tables(plan.decodes)
+                tables.append(step.tables(plan.decodes))
+                inputs += tables[-1]
                 inputs += [arenas[site] for site in plan.sites]
+            if self._replay is not None:
+                inputs += self._replay.inputs(args, self._plans, [table for table, *_ in tables])
+                self._replay.note(inputs, self._plans)
             dense = self._run(*inputs)
         except BaseException:
             undo(steps)
             raise
         finally:
             del inputs
-            runtime.end(self._groups)
+            runtime.end(views)
         commit(steps)
         if self._sharer is not None:
             self._sharer.finish(args, self._plans, steps)

@@ -7,7 +7,7 @@ by integers is the same as one with a graph input and an output for each cache; 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -81,6 +81,15 @@ def _is_made(node: object) -> bool:
     return _is_stacked(node) and (is_call(node, (torch.stack,)) or joined(node) is not None)  # type: ignore[arg-type]
 
 
+def _roots(node: Node) -> Iterator[Node]:
+    """What a stack is made of that holds several caches and is made in one piece, as by a fused projection."""
+    for part in node.all_input_nodes:
+        while is_call(part, (operator.getitem,)) and is_tensor(part.args[0]) and _is_stacked(part.args[0]):
+            part = part.args[0]  # type: ignore[assignment]
+        if _is_stacked(part) and part.op != "placeholder" and not _is_made(part):
+            yield part
+
+
 class _Unstacker:
     def __init__(self, gm: GraphModule, stacks: Mapping[str, tuple[int, ...]]) -> None:
         self._gm = gm
@@ -97,6 +106,9 @@ class _Unstacker:
             return None
         for node, lead in inputs.items():
             self._parts[node] = self._split_input(node, lead)
+        for root in dict.fromkeys(root for node in made for root in _roots(node)):
+            lead = tuple(int(size) for size in shape(root)[:-_RANK])
+            self._parts[root] = _Parts(lead, self._picks(root, lead))
         for node in list(self._graph.nodes):
             self._follow(node)
         kept = [(i, self._parts[node]) for i, node in enumerate(outputs) if node in self._parts]
@@ -201,7 +213,7 @@ class _Unstacker:
     def _pick(self, node: Node) -> _Parts | None:
         """Parts picked by integers and whole slices."""
         source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or source not in self._parts:
+        if not isinstance(source, Node) or source not in self._parts or node in self._parts[source].nodes:
             return None
         parts = self._parts[source]
         places = torch.arange(len(parts.nodes)).view(list(parts.lead))

@@ -1,11 +1,13 @@
 """The runtime: which physical block holds which token, who owns it, and how much memory that takes.
 
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
-<- `schedule` (a view's tables as tensors for kernels), `budget` (who may grow), `unshare` (what in-place writes must
+<- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
+there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
 copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `sharing` (rows of equal tokens, and
 `prefixes`, which names and finds their blocks).
 """
 
+from .budget import Preempted
 from .group import CacheGroup, SiteSpec, View
 from .manager import Manager, StepViews, manager
 from .prefixes import RowNames
@@ -17,6 +19,7 @@ __all__ = [
     "CacheGroup",
     "Manager",
     "Policy",
+    "Preempted",
     "Row",
     "RowNames",
     "Schedule",

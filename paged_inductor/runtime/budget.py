@@ -1,26 +1,42 @@
-"""The byte budget: arenas grow up to one limit for the process, at the expense of other groups' free blocks."""
+"""The byte budget: one limit for all arenas of the process, and quotas of tenants.
+
+Who needs blocks gets them, in this order: from the free ones; by growing the arenas, at the expense of other groups'
+free blocks; from the cached ones; by swapping out caches that no running step reads; by waiting for running steps to
+end. A step never waits while it holds blocks for its own other caches: it is *preempted* then, gives them back, and
+begins anew.
+"""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
 from .._config import config
-from .._errors import KVBudgetExceeded, QuotaExceeded
+from .._errors import KVBudgetExceeded
 from .counters import Counters
 from .group import CacheGroup
+from .line import Line, Turn
 from .memory import free_bytes
-from .pool import OutOfBlocks, OverQuota
-from .tenants import Tenant
+from .pool import Account, OutOfBlocks, OverQuota
+from .shortage import budget_exceeded, quota_exceeded
+from .swap import SwapSpace, missing
+from .table import Row
 
-__all__ = ["Budget"]
+__all__ = ["Budget", "Preempted"]
 
 T = TypeVar("T")
+PATIENCE = 0.05  # seconds after which a waiting step looks again, whether or not it was told to
+BEGINNING = 2.0  # seconds that a step may take from the making of its views to its beginning
+
+
+class Preempted(Exception):
+    """A step must give back what it holds and begin anew, so that others that wait for memory can go on."""
 
 
 class Budget:
@@ -30,26 +46,75 @@ class Budget:
     wait for running steps.
     """
 
-    def __init__(self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters) -> None:
-        """groups: a live view of all groups. idle: of the manager's lock; notified when a group's last step ends."""
+    def __init__(
+        self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters, swap: SwapSpace
+    ) -> None:
+        """groups: a live view of all groups. idle: of the manager's lock; notified when steps end."""
         self._groups = groups
         self._idle = idle
         self._counters = counters
+        self._swap = swap
+        self._line = Line()
+        self._thread = threading.local()
         self._default: int | None = None
 
-    def allocating(self, group: CacheGroup, needed: Callable[[], int], attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which allocates `needed()` blocks; arenas grow if that many are not free.
+    @property
+    def waiting(self) -> int:
+        """How many steps wait for memory."""
+        return len(self._line)
 
-        Both are called again after every wait, because other threads may have changed the books. Raises
-        `KVBudgetExceeded` with nothing changed.
+    def allocating(
+        self, group: CacheGroup, rows: Sequence[Row], needed: Callable[[], int], attempt: Callable[[], T], priority: int
+    ) -> T:
+        """The result of `attempt`, which allocates `needed()` blocks, and for which the blocks of `rows` must be in
+        place.
+
+        All are looked at again after every wait, because other threads may have changed the books. Raises
+        `KVBudgetExceeded`, `QuotaExceeded` or `SwapError` with nothing changed, and `Preempted` where a `preemptible`
+        step would have to wait while it holds blocks.
         """
-        while True:
-            try:
-                return attempt()
-            except OverQuota:
-                raise self._over_quota(group, needed()) from None
-            except OutOfBlocks:
-                self._grow(group, needed)
+
+        def wanted() -> int:
+            return needed() + len(missing(rows))
+
+        turn: Turn | None = None
+        collected = False
+        try:
+            while True:
+                if not self._line.first(turn) and wanted() and not self._pins()[0]:  # who has begun goes on
+                    turn = self._wait(turn, priority, group, wanted)
+                    continue
+                try:
+                    self._swap.back(group, missing(rows))
+                    return attempt()
+                except OverQuota as over:
+                    self._meet_quota(group, over.account, wanted(), rows)
+                except OutOfBlocks:
+                    if self._make_room(group, wanted, rows):
+                        continue
+                    if not collected:  # once: it takes long
+                        collected = True
+                        gc.collect()  # compilers leave caches of their first call in reference cycles
+                        continue
+                    turn = self._wait(turn, priority, group, wanted)
+        finally:
+            if turn is not None:
+                self._line.leave(turn)
+                self._idle.notify_all()
+
+    @contextmanager
+    def preemptible(self) -> Iterator[None]:
+        """Inside, this thread is prepared for `Preempted`. Elsewhere it waits with whatever it holds."""
+        before = self.restartable()
+        self._thread.prepared = True
+        try:
+            yield
+        finally:
+            self._thread.prepared = before
+
+    def restartable(self) -> bool:
+        """Whether this thread is prepared for `Preempted`."""
+        return getattr(self._thread, "prepared", False)
 
     @contextmanager
     def resizing(self, group: CacheGroup) -> Iterator[None]:
@@ -65,11 +130,19 @@ class Budget:
             group.resizing = False
             self._idle.notify_all()
 
+    @property
+    def known_limit(self) -> int | None:
+        """As `limit`, but None if nothing was configured and no cache has grown yet."""
+        configured = config().kv_budget
+        return self._default if configured is None else configured
+
     def forget(self) -> None:
         """Measure the free memory again when the default limit is next needed."""
         self._default = None
 
-    def _limit(self, device: torch.device) -> int:
+    # -- room ------------------------------------------------------------------------------------------------
+
+    def limit(self, device: torch.device) -> int:
         """Bytes that all arenas together may take."""
         configured = config().kv_budget
         if configured is not None:
@@ -78,84 +151,109 @@ class Budget:
             self._default = free_bytes(device) // 2
         return self._default
 
-    def _reserved(self) -> int:
-        return sum((group.pool.capacity - 1) * group.block_bytes for group in self._groups)
+    def _spare(self, group: CacheGroup) -> int:
+        """Bytes that arenas may still grow by."""
+        reserved = sum((group.pool.capacity - 1) * group.block_bytes for group in self._groups)
+        return self.limit(group.sites[0].device) - reserved
 
-    def _grow(self, group: CacheGroup, needed: Callable[[], int]) -> None:
-        """Have `needed()` free blocks in a group, or raise `KVBudgetExceeded` with nothing changed."""
-        with self.resizing(group):  # the lock is not given up any more from here on
-            if self._find(group, needed()):
-                return
-            gc.collect()  # compilers leave caches of their first call in reference cycles
-            for other in self._groups:
-                other.drain()
-            if not self._find(group, needed()):
-                raise self._exceeded(group, needed())
+    def _make_room(self, group: CacheGroup, wanted: Callable[[], int], rows: Sequence[Row]) -> bool:
+        """Have `wanted()` free blocks in a group, as far as that can be had without waiting for others; whether more
+        are free than before."""
+        if self._can_grow(group, wanted()):
+            with self.resizing(group):  # the lock is not given up any more from here on
+                if self._grow(group, wanted()):
+                    return True
+        for other in self._groups:
+            other.drain()
+            self._swap.forget_dropped(other)
+        shortage = wanted() - group.pool.num_free
+        if shortage <= 0 or self._evict(group, shortage) or self._swap.out(group, shortage, rows):
+            return True
+        return self._squeeze_others(group, shortage)
 
-    def _find(self, group: CacheGroup, needed: int) -> bool:
+    def _evict(self, group: CacheGroup, count: int) -> int:
+        """Make up to `count` cached blocks free; returns how many."""
+        evicted = group.pool.evict(count)
+        self._counters.evictions += evicted
+        return evicted
+
+    def _can_grow(self, group: CacheGroup, wanted: int) -> bool:
+        shortage = (wanted - group.pool.num_free) * group.block_bytes
+        others = sum(other.pool.num_free * other.block_bytes for other in self._groups if other is not group)
+        return shortage <= self._spare(group) + others
+
+    def _grow(self, group: CacheGroup, wanted: int) -> bool:
         """Grow a group's arenas, at the expense of other groups' free blocks if need be; whether that sufficed."""
-        shortage = needed - group.pool.num_free
+        shortage = wanted - group.pool.num_free
         if shortage <= 0:
             return True
         capacity = group.pool.capacity
-        limit = self._limit(group.sites[0].device)
-        wanted = max(shortage, capacity // 2)
-        if wanted * group.block_bytes > limit - self._reserved():
+        more = max(shortage, capacity // 2)
+        if more * group.block_bytes > self._spare(group):
             for other in self._groups:
                 if other is not group and other.active == 0 and not other.resizing:
                     other.shrink()
-        allowed = max(0, limit - self._reserved()) // group.block_bytes
+        allowed = self._spare(group) // group.block_bytes
         if allowed < shortage:
-            if allowed + group.pool.num_cached < shortage:
-                return False
-            group.pool.evict(shortage - allowed)
-        if not allowed:
-            return True
-        group.grow(capacity + min(wanted, allowed))
+            return False
+        group.grow(capacity + min(more, allowed))
         self._counters.arena_growths += 1
         return True
 
-    def _over_quota(self, group: CacheGroup, needed: int) -> QuotaExceeded:
-        tenant = group.pool.account
-        assert isinstance(tenant, Tenant)
-        holders = self._holders(tenant)
-        used, limit, more = tenant.used, tenant.limit, needed * group.block_bytes
-        return QuotaExceeded(
-            f"tenant {tenant.name!r} holds {_mib(used)} of its quota of {_mib(limit)}, this step needs {_mib(more)} "
-            f"more. Held by {_listing(holders)}. Its caches are intact, and no other tenant's were touched: drop some "
-            "of them, shorten the batch, or raise the quota with "
-            f'paged_inductor.tenant({tenant.name!r}, quota="…GiB")',
-            holders,
-        )
+    def _squeeze_others(self, group: CacheGroup, shortage: int) -> bool:
+        """Swap out other groups' cold blocks, and give their memory to this group."""
+        for other in self._groups:
+            spare = self._spare(group)
+            if other is group or other.active or other.resizing or other.pins:
+                continue
+            bytes_short = shortage * group.block_bytes - spare - other.pool.num_free * other.block_bytes
+            if bytes_short > 0:
+                self._swap.out(other, -(-bytes_short // other.block_bytes), ())
+            self._evict(other, other.pool.num_cached)
+            other.compact_and_shrink()
+            if self._spare(group) >= shortage * group.block_bytes:
+                with self.resizing(group):
+                    return self._grow(group, shortage + group.pool.num_free)
+        return False
 
-    def _holders(self, tenant: Tenant | None = None) -> list[tuple[str, int]]:
-        """(label, bytes) of the live caches, or of one tenant's, largest first."""
-        held: dict[str, int] = {}
-        for group in self._groups:
-            seen: set[int] = set()
-            for holding in group.holdings.values():
-                if tenant is None or holding.tenant is tenant:
-                    blocks = {block for row in holding.rows for block in row.blocks if block > 0} - seen
-                    seen |= blocks
-                    held[holding.label] = held.get(holding.label, 0) + len(blocks) * group.block_bytes
-        return sorted(held.items(), key=lambda item: -item[1])
+    def _meet_quota(self, group: CacheGroup, account: Account, wanted: int, rows: Sequence[Row]) -> None:
+        """Swap out what an account pays for until `wanted` blocks are within its limit; raises `QuotaExceeded`."""
+        for other in [group, *(other for other in self._groups if other is not group)]:
+            excess = account.used + wanted * group.block_bytes - account.limit
+            if excess <= 0:
+                return
+            self._swap.out(other, int(-(-excess // other.block_bytes)), rows, account)
+        if account.used + wanted * group.block_bytes > account.limit:
+            raise quota_exceeded(self._groups, account, wanted * group.block_bytes)
 
-    def _exceeded(self, group: CacheGroup, needed: int) -> KVBudgetExceeded:
-        limit = self._limit(group.sites[0].device)
-        spare = max(0, limit - self._reserved()) // group.block_bytes
-        missing = needed - group.pool.num_free - spare
-        holders = self._holders()
-        return KVBudgetExceeded(
-            f"the KV budget of {_mib(limit)} is exhausted: this step needs {missing} more block(s) of "
-            f"{group.block_bytes / 2**10:.1f} KiB. Held now by {_listing(holders)}. Existing caches are intact: "
-            'drop some of them, shorten the batch, or raise the limit with paged_inductor.configure(kv_budget="…GiB")',
-            holders,
-        )
+    # -- waiting ---------------------------------------------------------------------------------------------
 
+    def _wait(self, turn: Turn | None, priority: int, group: CacheGroup, wanted: Callable[[], int]) -> Turn:
+        """Wait for other steps to end. Raises `KVBudgetExceeded` if there is nothing to wait for."""
+        own, others = self._pins()
+        if not others and self._line.first(turn):
+            raise self._exceeded(group, wanted())
+        if own and self.restartable():
+            self._counters.preempted_steps += 1
+            raise Preempted
+        turn = turn or self._line.join(priority)
+        self._idle.wait(PATIENCE)
+        return turn
 
-def _listing(holders: list[tuple[str, int]]) -> str:
-    return ", ".join(f"{label}: {_mib(size)}" for label, size in holders) or "nobody"
+    def wait_for_others(self) -> None:
+        """Let other steps go on for a moment: after `Preempted`, with everything given back."""
+        self._idle.wait(PATIENCE)
 
+    def _pins(self) -> tuple[bool, bool]:
+        """Whether this thread has views for a step that has not begun, and whether others' steps run or begin."""
+        me, now = threading.get_ident(), time.monotonic()
+        pins = [pin for group in self._groups for pin in group.pins.values()]
+        fresh = [pin for pin in pins if not pin.steps]
+        own = any(pin.maker == me for pin in fresh)
+        others = any(pin.maker != me and now - pin.since < BEGINNING for pin in fresh)
+        return own, others or any(thread != me for pin in pins for thread in pin.steps)
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB"
+    def _exceeded(self, group: CacheGroup, wanted: int) -> KVBudgetExceeded:
+        spare = max(0, self._spare(group)) // group.block_bytes
+        missing_blocks = wanted - group.pool.num_free - spare
+        return budget_exceeded(self._groups, self.limit(group.sites[0].device), missing_blocks, group.block_bytes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,10 @@ class SiteSpec:
         inner = (1, block_size) if self.transposed else (self.head_dim, 1)
         return (self.heads * area, area, *inner)
 
+    def stored(self, arena: torch.Tensor) -> torch.Tensor:
+        """A contiguous view of an arena (or of some of its blocks): its dimensions in the order of memory."""
+        return arena.mT if self.transposed else arena
+
     def new_arena(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """An uninitialised arena, apart from its zero page (block 0)."""
         size = (num_blocks, self.heads, block_size, self.head_dim)
@@ -63,6 +69,19 @@ class Holding:
     lengths: tuple[int, ...]
     label: str
     tenant: Tenant
+    used: int = 0  # when a step last used it: a number that grows
+
+
+@dataclass(slots=True)
+class Pin:
+    """Why a view's blocks must stay where they are. maker: the thread that made it for a step. steps: the threads whose
+    steps use it now; none if its step is to begin. sources: blocks to be copied before. since: when it was made, by
+    `time.monotonic`."""
+
+    maker: int
+    steps: list[int] = field(default_factory=list)
+    sources: frozenset[int] = frozenset()
+    since: float = field(default_factory=time.monotonic)
 
 
 _serials = count()
@@ -169,6 +188,8 @@ class CacheGroup:
         self.arenas = [site.new_arena(1, block_size) for site in sites]
         self.holdings: dict[int, Holding] = {}
         self.active = 0
+        self.pins: dict[int, Pin] = {}
+        self.epoch = 0  # counts the occasions on which blocks moved
         self.resizing = False
         self._graveyard: deque[int] = deque()
         self._on_death = on_death
@@ -182,7 +203,9 @@ class CacheGroup:
         """Release what dead views held."""
         graveyard = self._graveyard
         while graveyard:
-            holding = self.holdings.pop(graveyard.popleft(), None)
+            serial = graveyard.popleft()
+            self.pins.pop(serial, None)
+            holding = self.holdings.pop(serial, None)
             if holding is not None:  # None: its making was interrupted
                 for row, length in zip(holding.rows, holding.lengths):
                     unregister(row, length, self.pool, self.block_size)
@@ -196,19 +219,56 @@ class CacheGroup:
         """Distinct rows of all views whose blocks are not released yet."""
         return list({id(row): row for holding in self.holdings.values() for row in holding.rows}.values())
 
-    def count_tokens(self) -> tuple[int, int]:
-        """Live tokens, each physical one once, and the number of blocks that more than one sequence sees."""
-        filled: dict[int, int] = {}
-        seen: dict[int, int] = {}
-        for holding in self.holdings.values():
-            for row in set(holding.rows):
-                if holding.rows.count(row) > 1:
-                    seen.update((block, 2) for block in row.blocks)
+    # -- blocks that move ------------------------------------------------------------------------------------
+
+    def pin(self, view: View, sources: Iterable[int] = ()) -> None:
+        """Keep the blocks of a view that was made for a step, and those to be copied for it, until the step ends."""
+        pin = self.pins.setdefault(view.serial, Pin(threading.get_ident()))
+        pin.sources |= frozenset(sources)
+
+    def unpin(self, view: View) -> None:
+        """Undo `pin` for a view that no step uses."""
+        pin = self.pins.get(view.serial)
+        if pin is not None and not pin.steps:
+            del self.pins[view.serial]
+
+    def pinned_blocks(self) -> set[int]:
+        """Blocks that must stay where they are."""
+        found: set[int] = set()
+        for serial, pin in self.pins.items():
+            found |= pin.sources
+            if serial in self.holdings:
+                found.update(block for row in self.holdings[serial].rows for block in row.blocks)
+        return found
+
+    def rename(self, renamed: Mapping[int, int]) -> None:
+        """Let every row see other blocks in the place of those in `renamed`; tables made before are stale then."""
+        self.epoch += 1
         for row in self.live_rows():
-            for j, block in enumerate(row.blocks):
-                filled[block] = max(filled.get(block, 0), min(self.block_size, row.length - j * self.block_size))
-                seen[block] = seen.get(block, 0) + 1
-        return sum(filled.values()), sum(count > 1 for count in seen.values())
+            row.blocks[:] = [renamed.get(block, block) for block in row.blocks]
+
+    def compact_and_shrink(self) -> int:
+        """Move the last blocks into the first free ones, and give the arenas' ends back; returns the blocks given back.
+
+        Pinned blocks stay. Obligation: `active == 0`.
+        """
+        pinned = self.pinned_blocks()
+        used = {block for row in self.live_rows() for block in row.blocks if block > 0} - pinned
+        moves: list[tuple[int, int]] = []
+        for source, target in zip(sorted(used, reverse=True), self.pool.holes()):
+            if target > source:
+                break
+            moves.append((source, target))
+        if moves:
+            sources, targets = (torch.tensor(ids, device=self.sites[0].device) for ids in zip(*moves))
+            with torch.no_grad():
+                for site, arena in zip(self.sites, self.arenas):
+                    stored = site.stored(arena)
+                    stored.index_copy_(0, targets, stored.index_select(0, sources))
+            self.rename(dict(moves))
+            for source, target in moves:
+                self.pool.move(source, target)
+        return self.shrink()
 
     def relength(self, view: View, rows: tuple[Row, ...], lengths: tuple[int, ...]) -> None:
         """Let a static view see `lengths` tokens of `rows`, which must be registered already."""

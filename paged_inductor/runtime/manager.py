@@ -10,22 +10,28 @@ keep arenas in place; growing or trimming a group's arenas waits until none of i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import count
+from threading import get_ident
+from typing import TypeVar
 
-from .._errors import IntegrityError, KVBudgetExceeded
-from .budget import Budget
+from .._errors import IntegrityError, KVBudgetExceeded, SwapError
+from .budget import Budget, Preempted
 from .counters import Counters
 from .group import CacheGroup, SiteSpec, View
 from .pool import Account, OutOfBlocks
 from .schedule import Schedule
+from .swap import SwapSpace, missing
 from .table import Row, append_rows, blocks_needed, register, unregister
 from .tenants import Tenants
 from .unshare import Place, blocks_to_separate, separate, separations
 
 __all__ = ["Manager", "StepViews", "manager"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,11 @@ class Manager:
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
+        self.running_steps = 0
         self.tenants = Tenants()
-        self._budget = Budget(self._groups.values(), self._idle, self.counters)
+        self.swap = SwapSpace(self.counters)
+        self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
+        self._clock = count()
 
     # -- locking ---------------------------------------------------------------------------------------------
 
@@ -64,11 +73,13 @@ class Manager:
         """Rebuild the books when anything but a lack of blocks, which leaves them balanced, interrupts the caller."""
         try:
             yield
-        except (OutOfBlocks, KVBudgetExceeded):
+        except (OutOfBlocks, KVBudgetExceeded, SwapError, Preempted):
             raise
         except BaseException:
             for group in self._groups.values():
                 group.reconcile()
+            swapped = {block for group in self._groups.values() for row in group.live_rows() for block in row.blocks}
+            self.swap.forget_unless(swapped.__contains__)
             self._recount()
             raise
 
@@ -85,6 +96,7 @@ class Manager:
         for group in self._groups.values():
             if group.has_dead:
                 group.drain()
+                self.swap.forget_dropped(group)
 
     def _collect(self) -> None:
         """Release dead views' blocks now if nobody holds the books; else the holder does it on leaving."""
@@ -112,6 +124,11 @@ class Manager:
     def groups(self) -> list[CacheGroup]:
         """All groups, in the order in which they were made."""
         return list(self._groups.values())
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that all arenas together may take; None if that is not decided yet."""
+        return self._budget.known_limit
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -149,18 +166,19 @@ class Manager:
             return blocks_needed(view.rows, view.lengths, count, group.pool, group.block_size, none)
 
         with self.locked():
-            rows, lengths = self._budget.allocating(group, needed, attempt)
+            rows, lengths = self._budget.allocating(group, view.rows, needed, attempt, view.tenant.priority)
             schedule = self._take_schedule(view)
             group.relength(view, rows, lengths)
             if schedule is not None:
                 schedule.advance(count, changes)
                 view.schedule = schedule
-            self.counters.copies_on_write += len(copies)
+            self._pin(view, copies)
         return copies
 
     def truncate(self, view: View, extent: int) -> None:
         """Let a static view have `extent` positions written, fewer than now: the others' blocks are given back."""
         with self.locked():
+            view.group.unpin(view)
             for row in view.rows:
                 register(row, extent)
             view.group.relength(view, view.rows, (extent,) * len(view.rows))
@@ -204,22 +222,28 @@ class Manager:
         def needed() -> int:
             return blocks_needed(rows, lengths, count, group.pool, block_size, skips)
 
-        new_rows, new_lengths = self._budget.allocating(group, needed, attempt)
+        new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant.priority)
         view = View(group, new_rows, new_lengths, label, length + count, tenant)
         if parent is not None and not any(skips) and (schedule := self._take_schedule(parent)):
             schedule.advance(count, changes)
             view.schedule = schedule
-        if copies:
-            self.counters.copies_on_write += len(copies)
+        self._pin(view, copies)
         return StepViews(view, copies)
+
+    def _pin(self, view: View, copies: Sequence[tuple[int, int]]) -> None:
+        """Keep a view that was made for a step, and what is to be copied for it, in place until the step ends."""
+        view.group.pin(view, [source for source, _ in copies])
+        view.group.holdings[view.serial].used = next(self._clock)
+        self.counters.copies_on_write += len(copies)
 
     @staticmethod
     def _take_schedule(view: View) -> Schedule | None:
-        """The schedule of a view that will hardly be used again; None if there is none, or a running step reads it."""
+        """The schedule of a view that will hardly be used again; None if there is none, if blocks have moved since, or
+        if a running step reads it."""
         if view.group.active:
             return None
         schedule, view.schedule = view.schedule, None
-        return schedule
+        return schedule if schedule is None or schedule.epoch == view.group.epoch else None
 
     def suffix(self, view: View, length: int) -> View:
         """A view of the last `length` logical positions. The tokens before them stay in their blocks; the next append
@@ -238,6 +262,10 @@ class Manager:
                 register(row, seen)
             tenant = self.tenants.entered() or view.tenant
             return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
+
+    def allocate(self, group: CacheGroup, count: int, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, which allocates `count` blocks. The caller holds `locked`."""
+        return self._budget.allocating(group, (), lambda: count, attempt, self.tenants.current().priority)
 
     def unshare(
         self, group: CacheGroup, places: Sequence[tuple[Sequence[Place], int, int]], label: str
@@ -263,12 +291,13 @@ class Manager:
             def needed() -> int:
                 return blocks_to_separate(tasks, size)
 
-            rows = self._budget.allocating(group, needed, attempt)
+            seen = [view.rows[position] for members, _, _ in places for view, position in members]
+            rows = self._budget.allocating(group, seen, needed, attempt, self.tenants.current().priority)
             for row in rows:
                 register(row, row.length)
             lengths = tuple(row.length for row in rows)
             view = View(group, tuple(rows), lengths, label, max(lengths), self.tenants.current())
-            self.counters.copies_on_write += len(copies)
+            self._pin(view, copies)
             return StepViews(view, copies), [(place, i) for i, task in enumerate(tasks) for place in task.places]
 
     def rebind(self, group: CacheGroup, own: View, moves: Sequence[tuple[Place, int]]) -> None:
@@ -288,37 +317,77 @@ class Manager:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def begin(self, groups: Sequence[CacheGroup]) -> None:
-        """Keep the arenas of `groups` in place until `end`. All of a step's views must have been made before."""
-        with self.locked():
-            while any(group.resizing for group in groups):
-                self._idle.wait()
-            for group in groups:
-                group.active += 1
-            self.counters.steps += 1
+    def begin(self, views: Sequence[View]) -> None:
+        """Have the blocks of `views` in the arenas, and keep both in place until `end`.
 
-    def end(self, groups: Sequence[CacheGroup]) -> None:
-        """Undo `begin`: the arenas of `groups` may be moved when no other step uses them."""
+        All of a step's views must have been made before. Raises as `append`.
+        """
+        with self.locked():
+            while True:
+                while any(view.group.resizing for view in views):
+                    self._idle.wait()
+                if not any(missing(view.rows) for view in views):
+                    break
+                try:
+                    self._bring_back(views)
+                except BaseException:
+                    for view in views:
+                        view.group.unpin(view)
+                    raise
+            now = next(self._clock)
+            for view in views:
+                group = view.group
+                group.active += 1
+                group.pin(view)
+                group.pins[view.serial].steps.append(get_ident())
+                group.holdings[view.serial].used = now
+            self.counters.steps += 1
+            self.running_steps += 1
+
+    def _bring_back(self, views: Sequence[View]) -> None:
+        """Bring the swapped blocks of a step's views back: all of them, or none may be swapped out again meanwhile."""
+        for view in views:
+            pin = partial(self._pin, view, ())
+            self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant.priority)
+
+    def end(self, views: Sequence[View]) -> None:
+        """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""
         with self._lock:
-            for group in groups:
+            self.running_steps -= 1
+            for view in views:
+                group = view.group
                 group.active -= 1
-                if not group.active and group.resizing:
-                    self._idle.notify_all()
+                pin = group.pins[view.serial]
+                pin.steps.remove(get_ident())
+                if not pin.steps:
+                    del group.pins[view.serial]
+            if self._budget.waiting or any(view.group.resizing for view in views):
+                self._idle.notify_all()
         self._collect()
 
     @contextmanager
-    def using(self, *groups: CacheGroup) -> Iterator[None]:
+    def using(self, *views: View) -> Iterator[None]:
         """`begin` and `end` around a block of code."""
-        self.begin(groups)
+        self.begin(views)
         try:
             yield
         finally:
-            self.end(groups)
+            self.end(views)
+
+    def preemptible(self) -> AbstractContextManager[None]:
+        """Inside, `append` and `begin` may raise `Preempted` in this thread: it then drops the views that it made,
+        waits for others, and begins anew."""
+        return self._budget.preemptible()
+
+    def wait_for_others(self) -> None:
+        """Let other steps go on for a moment. Obligation: this thread has dropped the views that it made."""
+        with self.locked():
+            self._budget.wait_for_others()
 
     def schedule(self, view: View) -> Schedule:
-        """The kernels' tensors for `view`, cached with it."""
+        """The kernels' tensors for `view`, cached with it. Obligation: a step uses it, between `begin` and `end`."""
         schedule = view.schedule
-        if schedule is None:
+        if schedule is None or schedule.epoch != view.group.epoch:
             with self.locked():
                 schedule = view.schedule = Schedule(view)
         return schedule
@@ -326,12 +395,15 @@ class Manager:
     # -- books -----------------------------------------------------------------------------------------------
 
     def trim(self) -> int:
-        """Give the free blocks at the arenas' ends back to the operating system or device; returns the bytes."""
+        """Move live blocks together, and give the free ones back to the operating system or device; returns the bytes.
+
+        Waits for running steps.
+        """
         freed = 0
         with self.locked():
             for group in self.groups:
                 with self._budget.resizing(group):
-                    freed += group.shrink() * group.block_bytes
+                    freed += group.compact_and_shrink() * group.block_bytes
         return freed
 
     def count_materialization(self, name: str) -> int:
@@ -375,6 +447,7 @@ class Manager:
                 )
                 lines.append(line)
                 faults += [f"{line}: {fault}" for fault in found]
+            faults += self.swap.check(self._groups.values())
             for name, account in self.tenants.accounts().items():
                 if account.used != charged.get(account, 0):
                     faults.append(f"{name} pays for {charged.get(account, 0)} B, not {account.used}")

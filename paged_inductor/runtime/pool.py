@@ -24,6 +24,10 @@ class OutOfBlocks(Exception):
 class OverQuota(OutOfBlocks):
     """An account's limit is reached. The caller swaps some of its blocks out, or reports `QuotaExceeded`."""
 
+    def __init__(self, account: Account) -> None:
+        super().__init__()
+        self.account = account
+
 
 class Account:
     """Bytes of physical blocks that somebody pays for. limit: what `used` never exceeds."""
@@ -87,7 +91,7 @@ class BlockPool:
         """
         account = self.account
         if account.used + self.block_bytes > account.limit:
-            raise OverQuota
+            raise OverQuota(account)
         if not self._free:
             raise OutOfBlocks
         block = self._free.pop()
@@ -126,7 +130,7 @@ class BlockPool:
         payer = self._payers[block]
         if payer is None:
             if self.account.used + self.block_bytes > self.account.limit:
-                raise OverQuota
+                raise OverQuota(self.account)
             self.index.unpark(block)
             self._charge(block, self.account)
         elif payer is not self.account and payer is not common:
@@ -191,17 +195,29 @@ class BlockPool:
         self._free.append(block)
         self._charge(block, None)
 
-    def swap_in(self, swapped: int) -> int:
-        """A block with the owners of a swapped one, charged to who paid for it before; raises as `allocate`."""
-        refs, payer = self._swapped[swapped]
-        current, self.account = self.account, payer
+    def reserve_for(self, swapped: int) -> int:
+        """A block for the tokens of a swapped one, charged to who paid for that; raises as `allocate`."""
+        current, self.account = self.account, self._swapped[swapped][1]
         try:
-            block = self.allocate()
+            return self.allocate()
         finally:
             self.account = current
-        self._refs[block] = refs
-        del self._swapped[swapped]
-        return block
+
+    def swap_in(self, swapped: int, block: int) -> None:
+        """Give a swapped block's owners to `block`, from `reserve_for`."""
+        self._refs[block] = self._swapped.pop(swapped)[0]
+
+    def move(self, source: int, target: int) -> None:
+        """Give an allocated block's owners and its payer to a free one."""
+        self._free.remove(target)
+        self._free.append(source)
+        self._refs[target], self._refs[source] = self._refs[source], 0
+        self._payers[target], self._payers[source] = self._payers[source], None
+        self.index.move(source, target)
+
+    def holes(self) -> list[int]:
+        """The free blocks, lowest first."""
+        return sorted(self._free)
 
     # -- size ------------------------------------------------------------------------------------------------
 
@@ -247,6 +263,13 @@ class BlockPool:
             if payer is not None:
                 total[payer] = total.get(payer, 0) + self.block_bytes
         return total
+
+    def swapped_by(self) -> dict[Account, int]:
+        """Swapped blocks that each account will pay for when they are back."""
+        count: dict[Account, int] = {}
+        for _, payer in self._swapped.values():
+            count[payer] = count.get(payer, 0) + 1
+        return count
 
     def check(self) -> list[str]:
         """Inconsistencies of the free list and the counts, as sentences (empty when sound)."""

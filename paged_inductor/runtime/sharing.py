@@ -66,12 +66,12 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
     """A step succeeded: its rows are known by `names` (None: not known).
 
     Blocks that it filled, and that exist under their names, in the scopes of `policy` or in another row of the view,
-    are replaced by those; the others are entered. A block that another view sees part of stays. Obligation: nobody
-    else has the view yet.
+    are replaced by those; the others are entered. Obligation: nobody else has the view yet, and no step uses it.
     """
     group = view.group
     size = group.block_size
     here: dict[bytes, int] = {}
+    private = True
     replaced = False
     with manager.locked():
         index = group.pool.index
@@ -84,6 +84,8 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
                 row.names = known
             for j in range(first, len(known.digests)):
                 own, digest = row.blocks[j], known.digests[j]
+                if own < 0:  # swapped out since the step ended
+                    continue
                 block = here.setdefault(digest, own)
                 found = index.find(policy.scopes, digest)
                 if found is not None and found != own:
@@ -92,12 +94,20 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
                     if policy.own is not None and own not in index:
                         parent = known.digests[j - 1] if j else known.root
                         index.add(own, BlockName(policy.own, digest, parent, known.keys[j], policy.priority))
-                elif _private(row, j * size) and _replace(manager, group, row, j, block, policy):
+                elif _may_replace(group, row, j) and _replace(manager, group, row, j, block, policy):
                     replaced = True
+                    private &= _private(row, j * size)
                 if policy.own == SYSTEM and row.blocks[j] in index:
                     index.widen(row.blocks[j], SYSTEM, policy.priority)
         if replaced:
             view.schedule = None
+        if not private:
+            group.epoch += 1  # other views' tables are stale
+
+
+def _may_replace(group: CacheGroup, row: Row, j: int) -> bool:
+    """Whether no running step reads block `j` of a row."""
+    return _private(row, j * group.block_size) or row.blocks[j] not in group.pinned_blocks()
 
 
 def _private(row: Row, first: int) -> bool:

@@ -87,7 +87,7 @@ def store(step: StepViews, site: int, new: Tensor, count: int) -> None:
     """Write new [B, H, count, D] as the last `count` tokens of every row of a step's view."""
     view: View = step.view
     group = view.group
-    with torch.no_grad(), manager().using(group):
+    with torch.no_grad(), manager().using(view):
         ops.execute_copies(group.arenas, step.copies)
         ops.cache_write(group.arenas[site], new, step_plan(view, count))
     derive.filled(view, site)

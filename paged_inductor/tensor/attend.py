@@ -111,7 +111,7 @@ def _paged(
         return None
     group = view.group
     arenas = group.arenas
-    with torch.no_grad(), manager().using(group):
+    with torch.no_grad(), manager().using(view):
         plan = step_plan(view, decodes=query.shape[2] == 1)
         return ops.attention(
             query,

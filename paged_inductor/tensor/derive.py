@@ -154,7 +154,7 @@ def append_view(view: View, site: int, count: int) -> StepViews:
 
     def make() -> View:
         step = manager().append(view, count)
-        with manager().using(view.group):
+        with manager().using(step.view):
             ops.execute_copies(view.group.arenas, step.copies)
         return step.view
 

@@ -101,7 +101,7 @@ def reserve(view: View, first: int, stop: int, complete: bool = False) -> None:
         return
     copies = manager().extend(view, stop)
     try:
-        with torch.no_grad(), manager().using(group):
+        with torch.no_grad(), manager().using(view):
             ops.execute_copies(group.arenas, copies)
             blank = (first if complete else stop) - extent
             if blank > 0:
@@ -132,7 +132,7 @@ def _write(view: View, site: int, first: int, count: int, values: Tensor) -> Non
     group = view.group
     view.zeroed.discard(site)
     arena = group.arenas
-    with torch.no_grad(), manager().using(group):
+    with torch.no_grad(), manager().using(view):
         plan = step_plan(view, count)
         if not view.ragged:
             lens = torch.full_like(plan.seq_lens, first + count)
@@ -158,7 +158,7 @@ def own_pages(view: View, first: int, stop: int) -> None:
         prepared = manager().unshare(group, tasks, view.label)
         if prepared is not None:
             step, moves = prepared
-            with manager().using(group):
+            with manager().using(step.view):
                 ops.execute_copies(group.arenas, step.copies)
             manager().rebind(group, step.view, moves)
 

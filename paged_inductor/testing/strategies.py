@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._errors import MissingExtraError
+from .._errors import missing_extra
 from .loops import Crop, Drop, Feed, Fork, Greedy, Loop, Reorder, Repeat
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ def import_hypothesis() -> Any:
     try:
         import hypothesis
     except ImportError as error:
-        raise MissingExtraError(
-            "paged_inductor.testing needs Hypothesis, which is not installed: pip install 'paged-inductor[testing]'"
-        ) from error
+        raise missing_extra("paged_inductor.testing", "Hypothesis", "testing") from error
     import hypothesis.strategies
 
     return hypothesis

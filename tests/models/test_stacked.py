@@ -161,6 +161,15 @@ def test_tokens_are_equal_and_all_of_the_cache_is_paged(form: type[Stacked], ver
         torch.testing.assert_close(ours.dense(), theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_step_makes_pages(form: type[Stacked]) -> None:
+    torch.manual_seed(2)
+    model = paged_inductor.page(form(), inner="eager")
+    with torch.no_grad():
+        _, cache = model(torch.tensor([[1, 2, 3]]))
+    assert all(isinstance(tensor, PagedStack) for tensor in leaves(cache))
+
+
 def reordered(cache: Any) -> Any:
     order = torch.tensor([2, 0, 0])
     if isinstance(cache, Tensor):

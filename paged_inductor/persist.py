@@ -1,0 +1,300 @@
+"""`save(cache, path)` and `load(path)`: a cache in a file, for another process or another day.
+
+A file has five parts: a magic line, the header's length and checksum, the header (JSON), the cache object without its
+tensors (a pickle that only names of a short list may appear in), and the tensors' bytes, one section for each cached
+tensor of a group, in the order of memory, each with a checksum. Blocks that several rows share are in it once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import SavedCacheError
+from .identity import fingerprint
+from .runtime import CacheGroup, SiteSpec, View, manager
+from .runtime.restore import SavedView, restore
+from .runtime.tiers import memory_of
+from .tensor import PagedStack, PagedTensor
+from .tensor.handle import plain
+
+__all__ = ["load", "save"]
+
+MAGIC = b"paged_inductor cache\n"
+VERSION = 1
+_ALLOWED = {
+    ("builtins", name)
+    for name in ("object", "list", "dict", "tuple", "set", "frozenset", "slice", "complex", "bytearray")
+} | {
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("copyreg", "_reconstructor"),
+    ("torch", "device"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+}
+_ALLOWED_MODULES = ("transformers.cache_utils",)
+
+
+def save(cache: Any, path: str | os.PathLike[str], *, model: nn.Module | None = None) -> None:
+    """Write a cache, with all that it holds, to a file; whoever reads the path sees the old file or the whole new one.
+
+    cache: a paged tensor, tuples, lists and dicts of them, or a cache object of transformers. Tokens that several rows
+    share are written once. model: whose cache it is; `load` then wants the same model (see `identity.fingerprint`).
+    Raises `SavedCacheError` if the object holds something that `load` would not accept.
+    """
+    writer = _Writer()
+    skeleton = writer.skeleton(cache)
+    target = Path(path)
+    views = [view for group in writer.groups for view in group.views]
+    with manager().using(*views), _replacing(target) as file:
+        header = {
+            "version": VERSION,
+            "torch": torch.__version__,
+            "model": fingerprint(model) if model is not None else None,
+            "skeleton": {"bytes": len(skeleton), "crc": zlib.crc32(skeleton)},
+            "groups": [group.header() for group in writer.groups],
+            "tensors": [_tensor_header(tensor) for tensor in writer.tensors],
+            "stacks": writer.stacks,
+            "handles": writer.handles,
+        }
+        text = json.dumps(header).encode()
+        file.write(MAGIC + struct.pack("<QI", len(text), zlib.crc32(text)) + text + skeleton)
+        for group in writer.groups:
+            for section in group.sections():
+                file.write(_bytes(section))
+        for tensor in writer.tensors:
+            file.write(_bytes(tensor))
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    allow: Iterable[type] = (),
+) -> Any:
+    """The cache in a file that `save` wrote, with its tokens in pages.
+
+    model: the one it was saved with, if it was saved with one. device: where to; None for where it was. allow: classes
+    of the cache object besides those of transformers and plain containers. Raises `SavedCacheError` if the file is none
+    of `save`'s, was cut off or changed, is of another version or another model's, or holds other classes; and as any
+    step does if memory is short.
+    """
+    with open(path, "rb") as file:
+        header = _read_header(file, path)
+        if header["model"] is not None and (model is None or fingerprint(model) != header["model"]):
+            what = "no model was given" if model is None else f"this {type(model).__name__} is another, or was changed"
+            raise SavedCacheError(
+                f"{path} was saved with a model, and {what}: pass load(path, model=...) the model with the same weights"
+            )
+        pickled = _section(file, header["skeleton"]["bytes"], header["skeleton"]["crc"], path)
+        views = [_load_group(file, group, device, path) for group in header["groups"]]
+        tensors = [_load_tensor(file, tensor, device, path) for tensor in header["tensors"]]
+        if file.read(1):
+            raise SavedCacheError(f"{path} goes on behind its end: it is not as save() wrote it")
+    handles = [PagedTensor(views[g][v], plain(site, axes)) for g, v, site, axes in header["handles"]]
+    stacks = [PagedStack([handles[i] for i in parts], lead) for parts, lead in header["stacks"]]
+    made: dict[str, list[Any]] = {"handle": handles, "stack": stacks, "tensor": tensors}
+    return _Reader(io.BytesIO(pickled), made, {(c.__module__, c.__qualname__) for c in allow}, path).load()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class _SavedGroup:
+    """What is saved of a cache group: some views, their rows, and the blocks of these."""
+
+    def __init__(self, group: CacheGroup) -> None:
+        self.group = group
+        self.views: list[View] = []
+
+    def header(self) -> dict[str, Any]:
+        """The group in numbers. Obligation: a step uses the views, so that their blocks are in place."""
+        rows = list({id(row): row for view in self.views for row in view.rows}.values())
+        position = {id(row): i for i, row in enumerate(rows)}
+        longest = [max(n for v in self.views for r, n in zip(v.rows, v.lengths) if r is row) for row in rows]
+        size = self.group.block_size
+        tables = [row.blocks[: -(-length // size)] for row, length in zip(rows, longest)]
+        self.blocks = list(dict.fromkeys(block for table in tables for block in table))
+        number = {block: i for i, block in enumerate(self.blocks)}
+        self.crcs = [zlib.crc32(_bytes(section)) for section in self.sections()]
+        return {
+            "block_size": size,
+            "label": self.views[0].label,
+            "sites": [
+                [site.heads, site.head_dim, str(site.dtype).removeprefix("torch."), str(site.device), site.transposed]
+                for site in self.group.sites
+            ],
+            "blocks": len(self.blocks),
+            "tables": [[number[block] for block in table] for table in tables],
+            "views": [[[position[id(r)] for r in v.rows], v.lengths, v.length, v.static] for v in self.views],
+            "crcs": self.crcs,
+        }
+
+    def sections(self) -> Iterator[Tensor]:
+        """The blocks' contents, site by site."""
+        for site, arena in zip(self.group.sites, self.group.arenas):
+            index = torch.tensor(self.blocks, dtype=torch.int64, device=arena.device)
+            yield site.stored(arena).index_select(0, index).cpu()
+
+
+class _Writer(pickle.Pickler):
+    """Pickles a cache object, with references in the places of its tensors."""
+
+    def __init__(self) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=4)
+        self.groups: list[_SavedGroup] = []
+        self.handles: list[tuple[int, int, int, str]] = []
+        self.stacks: list[tuple[list[int], list[int]]] = []
+        self.tensors: list[Tensor] = []
+
+    def skeleton(self, cache: Any) -> bytes:
+        try:
+            self.dump(cache)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise SavedCacheError(f"this {type(cache).__name__} cannot be saved: {error}; pass its tensors") from error
+        return self._buffer.getvalue()
+
+    def persistent_id(self, value: Any) -> tuple[str, int] | None:
+        if isinstance(value, PagedStack):
+            self.stacks.append(([self._handle(handle) for handle in value.handles], list(value.lead)))
+            return ("stack", len(self.stacks) - 1)
+        if isinstance(value, PagedTensor) and value._form is plain(value._form.site, value._form.axes):
+            return ("handle", self._handle(value))
+        if isinstance(value, Tensor):
+            self.tensors.append(value.dense() if isinstance(value, PagedTensor) else value.detach())
+            return ("tensor", len(self.tensors) - 1)
+        return None
+
+    def _handle(self, handle: PagedTensor) -> int:
+        view = handle._view
+        group = next((g for g, saved in enumerate(self.groups) if saved.group is view.group), len(self.groups))
+        if group == len(self.groups):
+            self.groups.append(_SavedGroup(view.group))
+        views = self.groups[group].views
+        if not any(view is other for other in views):
+            views.append(view)
+        number = next(v for v, other in enumerate(views) if other is view)
+        self.handles.append((group, number, handle._form.site, handle._form.axes))
+        return len(self.handles) - 1
+
+
+def _tensor_header(tensor: Tensor) -> list[Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return [list(tensor.shape), name, str(tensor.device), tensor.nbytes, zlib.crc32(_bytes(tensor))]
+
+
+def _bytes(tensor: Tensor) -> memoryview | bytes:
+    tensor = tensor.cpu().contiguous()
+    return bytes(memory_of(tensor)) if tensor.nbytes else b""
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `target` when the block ends without an exception, all at once."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read_header(file: IO[bytes], path: Any) -> dict[str, Any]:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise SavedCacheError(f"{path} is no file of paged_inductor.save()")
+    prefix = file.read(12)
+    if len(prefix) < 12:
+        raise SavedCacheError(f"{path} was cut off")
+    size, crc = struct.unpack("<QI", prefix)
+    if size > os.fstat(file.fileno()).st_size:
+        raise SavedCacheError(f"{path} was cut off, or its header was changed")
+    header = json.loads(_section(file, size, crc, path))
+    if header["version"] != VERSION:
+        raise SavedCacheError(
+            f"{path} has version {header['version']} of the format, this package reads version {VERSION}: compute the "
+            "cache again, or load it with the version that saved it"
+        )
+    return header
+
+
+def _section(file: IO[bytes], size: int, crc: int, path: Any) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise SavedCacheError(f"{path} was cut off: {size - len(data)} bytes are missing from a section of {size}")
+    if zlib.crc32(data) != crc:
+        raise SavedCacheError(f"{path} was changed: a checksum is wrong")
+    return data
+
+
+def _load_group(file: IO[bytes], saved: dict[str, Any], device: Any, path: Any) -> list[View]:
+    sites = tuple(
+        SiteSpec(heads, dim, getattr(torch, dtype), torch.device(device or where), transposed)
+        for heads, dim, dtype, where, transposed in saved["sites"]
+    )
+    runtime = manager()
+    group = runtime.group(sites, saved["block_size"])
+    views = [SavedView(*view) for view in saved["views"]]
+    ids, made = restore(runtime, group, saved["tables"], views, saved["blocks"], saved["label"])
+    with runtime.using(*made), torch.no_grad():
+        for i, (site, crc) in enumerate(zip(sites, saved["crcs"])):
+            arena = site.stored(group.arenas[i])
+            shape = (len(ids), *arena.shape[1:])
+            size = torch.Size(shape).numel() * site.dtype.itemsize
+            data = _section(file, size, crc, path)
+            if ids:
+                values = torch.frombuffer(bytearray(data), dtype=site.dtype).view(shape)
+                arena.index_copy_(0, torch.tensor(ids, device=arena.device), values.to(arena.device))
+    return made
+
+
+def _load_tensor(file: IO[bytes], saved: Sequence[Any], device: Any, path: Any) -> Tensor:
+    shape, dtype, where, size, crc = saved
+    data = _section(file, size, crc, path)
+    if not size:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device or where)
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape).to(device or where)
+
+
+class _Reader(pickle.Unpickler):
+    """Makes the cache object again. Only names that are allowed are looked up: a file runs no code of its own."""
+
+    def __init__(self, file: IO[bytes], made: dict[str, list[Any]], allowed: set[tuple[str, str]], path: Any) -> None:
+        super().__init__(file)
+        self._made = made
+        self._allowed = allowed
+        self._path = path
+
+    def persistent_load(self, reference: tuple[str, int]) -> Any:
+        kind, number = reference
+        return self._made[kind][number]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED | self._allowed or (module in _ALLOWED_MODULES and name.isidentifier()):
+            return super().find_class(module, name)
+        raise SavedCacheError(
+            f"{self._path} holds a {module}.{name}, which is not loaded from files unless you say so: "
+            f"load(path, allow=[{name}]) if you trust the file"
+        )
