@@ -13,6 +13,7 @@ from ._errors import (
     PagedInductorError,
     PatchError,
     PoolMismatchError,
+    PrefixError,
     QuotaExceeded,
     SavedCacheError,
     SwapError,
@@ -25,6 +26,7 @@ from .metrics import MetricsCollector, MetricsServer, serve_metrics
 from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
 from .persist import load, save
+from .prefixes import register_prefix
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 from .timeline import Timeline, timeline
@@ -49,6 +51,7 @@ __all__ = [
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",
+    "PrefixError",
     "QuotaExceeded",
     "SavedCacheError",
     "Stats",
@@ -63,6 +66,7 @@ __all__ = [
     "explain",
     "load",
     "page",
+    "register_prefix",
     "reset",
     "save",
     "serve_metrics",

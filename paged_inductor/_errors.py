@@ -11,6 +11,7 @@ __all__ = [
     "PagedInductorError",
     "PatchError",
     "PoolMismatchError",
+    "PrefixError",
     "QuotaExceeded",
     "SavedCacheError",
     "SwapError",
@@ -38,6 +39,10 @@ class UnsupportedInputError(PagedInductorError, ValueError):
 
 class PoolMismatchError(PagedInductorError, ValueError):
     """Paged tensors of two different block pools met in one operation."""
+
+
+class PrefixError(PagedInductorError, ValueError):
+    """A prefix cannot be registered: it is no sequence of token ids, or they do not determine the model's caches."""
 
 
 class MaterializationError(PagedInductorError, RuntimeError):

@@ -51,7 +51,7 @@ class Reuse:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`, without computing what is cached of the prompt."""
-        if not Policy.of(manager().tenants.current(), registering.get()).shares:
+        if not Policy.of(manager().tenants.current(), registering.get() is not None).shares:
             return function(*args, **kwargs)
         cache = _empty_cache(args, kwargs)
         if cache is None:
@@ -102,7 +102,7 @@ class Reuse:
         ):
             return None
         ids: Tensor = kwargs["input_ids"]
-        policy = Policy.of(manager().tenants.current(), registering.get())
+        policy = Policy.of(manager().tenants.current(), registering.get() is not None)
         root = sharer.root(known.weights, policy.salt)
         positions = [kwargs[names[name]] for name in sharing.positions]
         prompts = row_tokens(

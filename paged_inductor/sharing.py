@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .group_plan import GroupPlan
     from .step import Step
 
-__all__ = ["Learner", "Loan", "Sharer", "StalePrefix", "learner", "loans", "registering", "row_tokens"]
+__all__ = ["Learner", "Loan", "Registration", "Sharer", "StalePrefix", "learner", "loans", "registering", "row_tokens"]
 
 
 class StalePrefix(Exception):
@@ -35,6 +35,12 @@ class Loan:
     confirmed = False
 
 
+class Registration:
+    """A prefix being registered. tokens: how many are."""
+
+    tokens = 0
+
+
 class Learner(Protocol):
     """Who wants to know of steps that began new caches."""
 
@@ -44,8 +50,8 @@ class Learner(Protocol):
 
 loans: WeakKeyDictionary[View, Loan] = WeakKeyDictionary()
 learner: ContextVar[Learner | None] = ContextVar("paged_inductor_learner", default=None)
-registering: ContextVar[bool] = ContextVar("paged_inductor_registering", default=False)
-"""Whether the prefixes computed here are to be found by all tenants that share "system"."""
+registering: ContextVar[Registration | None] = ContextVar("paged_inductor_registering", default=None)
+"""Set if the prefixes computed here are to be found by all tenants that share "system"."""
 
 
 class Sharer:
@@ -75,7 +81,8 @@ class Sharer:
     def finish(self, args: Sequence[Any], plans: Sequence[GroupPlan], steps: Sequence[Step]) -> None:
         """A step succeeded: name what it stored, and share it."""
         views = [step.view for step in steps]
-        policy = Policy.of(views[0].tenant, registering.get())
+        registration = registering.get()
+        policy = Policy.of(views[0].tenant, registration is not None)
         count = plans[0].count(args)
         starts = not plans[0].inputs
         batch = len(views[0].rows)
@@ -95,6 +102,8 @@ class Sharer:
             return
         for view in views:
             settle(manager(), view, names, policy)
+        if registration is not None:
+            registration.tokens = max(registration.tokens, *(len(known.digests) * size for known in names if known))
         if starts and policy.shares and (who := learner.get()) is not None:
             who.learn(self, args, views)
 

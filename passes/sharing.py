@@ -44,7 +44,7 @@ class _Proof:
     def __init__(self, state: GraphState) -> None:
         kinds = {group.kind for group in state.groups}
         if kinds not in ({"create"}, {"append"}):
-            raise NotShared("static and sliding caches are written in place" if kinds else "it has no caches")
+            raise NotShared(f"its caches are of kind {' and '.join(sorted(kinds))}, not all begun or all extended here")
         self.state = state
         self.creates = kinds == {"create"}
         lead = state.groups[0].sites[0]

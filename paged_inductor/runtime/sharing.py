@@ -79,7 +79,7 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
         for row, known in zip(view.rows, names):
             if known is None:
                 continue
-            first = len(row.names.digests) if row.names is not None else 0
+            first = len(row.names.digests) if row.names is not None and policy.own != SYSTEM else 0
             if policy.shares:
                 row.names = known
             for j in range(first, len(known.digests)):

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "triangles": set(),
     "weights": set(),
     "sharing": {"passes", "runtime", "weights", "group_plan", "step"},
+    "prefixes": {"sharing", "_errors"},
     "reuse": {"runtime", "sharing", "tensor"},
     "step": {"runtime", "tensor", "positions", "_layout"},
     "group_plan": {"passes", "runtime", "tensor", "sizes", "positions", "step"},
