@@ -246,6 +246,7 @@ class CacheGroup:
         self.epoch += 1
         for row in self.live_rows():
             row.blocks[:] = [renamed.get(block, block) for block in row.blocks]
+            row.away = any(block < 0 for block in row.blocks)
 
     def compact_and_shrink(self) -> int:
         """Move the last blocks into the first free ones, and give the arenas' ends back; returns the blocks given back.

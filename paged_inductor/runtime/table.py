@@ -31,14 +31,16 @@ __all__ = [
 class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
-    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens.
+    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
+    of the blocks may be swapped.
     """
 
-    __slots__ = ("blocks", "length", "live")
+    __slots__ = ("away", "blocks", "length", "live")
 
-    def __init__(self, blocks: list[int], length: int) -> None:
+    def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
         self.blocks = blocks
         self.length = length
+        self.away = away
         self.live: dict[int, int] = {}
 
 
@@ -97,7 +99,7 @@ def fork_row(
             blocks[j] = fresh[j]
         else:
             pool.retain(block)
-    return Row(blocks, length)
+    return Row(blocks, length, row.away)
 
 
 def private_blocks(length: int, block_size: int, first: int, stop: int) -> list[int]:
