@@ -15,6 +15,7 @@ __all__ = [
     "Config",
     "config",
     "configure",
+    "on_change",
     "parse_bytes",
     "require_block_size",
     "require_bool",
@@ -44,6 +45,7 @@ class Config:
         folder.
     metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
         See `serve_metrics`.
+    sanitize: debug mode: freed blocks are overwritten, every access is checked, and leaks are reported at exit (slow).
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
@@ -54,6 +56,7 @@ class Config:
     swap_disk: int = 0
     swap_dir: str | None = None
     metrics_port: int | None = None
+    sanitize: bool = False
     triton_on_cpu: bool = False
 
 
@@ -127,6 +130,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "swap_dir": lambda value: None if value is None else _require_folder(value),
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
     "metrics_port": lambda value: None if value is None else require_port(value),
+    "sanitize": lambda value: require_bool("sanitize", value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 _NUMBERS = ("kv_budget", "block_size", "swap_host", "swap_disk")
@@ -144,6 +148,7 @@ def _from_environment() -> Config:
 
 
 _lock = threading.Lock()
+_listeners: list[Callable[[Config], object]] = []
 _current: Config | None = None
 
 
@@ -170,8 +175,9 @@ def configure(**options: Any) -> Config:
     parsed = {name: _PARSERS[name](value) for name, value in options.items()}
     current = config()
     with _lock:
-        _current = replace(current, **parsed)
-        return _current
+        _current = changed = replace(current, **parsed)
+    _tell(changed)
+    return changed
 
 
 def reset_config() -> None:
@@ -179,3 +185,15 @@ def reset_config() -> None:
     global _current
     with _lock:
         _current = None
+    _tell(config())
+
+
+def on_change(listener: Callable[[Config], object]) -> None:
+    """Call `listener` with the options in force: now, and whenever they change."""
+    _listeners.append(listener)
+    listener(config())
+
+
+def _tell(options: Config) -> None:
+    for listener in _listeners:
+        listener(options)

@@ -10,13 +10,14 @@ keep arenas in place; growing or trimming a group's arenas waits until none of i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from typing import TypeVar
 
+from .._config import on_change
 from .._errors import IntegrityError, KVBudgetExceeded, SwapError
 from .budget import Budget, Preempted
 from .counters import Counters
@@ -50,6 +51,7 @@ class Manager:
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
         self.running_steps = 0
+        self._sanitizing = False
         self.tenants = Tenants()
         self.swap = SwapSpace(self.counters)
         self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
@@ -117,6 +119,7 @@ class Manager:
                 group = self._groups.get(key)
                 if group is None:
                     group = self._groups[key] = CacheGroup(sites, block_size, self._collect)
+                    group.sanitize(self._sanitizing)
         return group
 
     @property
@@ -210,6 +213,8 @@ class Manager:
         copies: list[tuple[int, int]] = []
         changes: list[tuple[int, int, int]] = []
         tenant = self.tenants.entered() or (parent.tenant if parent else self.tenants.current())
+        if self._sanitizing and parent is not None:
+            self._check((parent,))
         skips = [max(0, seen - length) // block_size for seen in lengths]  # blocks of which `length` leaves nothing
 
         def attempt() -> tuple[tuple[Row, ...], tuple[int, ...]]:
@@ -277,6 +282,8 @@ class Manager:
         """
         size = group.block_size
         with self.locked():
+            if self._sanitizing:
+                self._check({view for members, _, _ in places for view, _ in members})
             tasks = separations(places, group.pool, size)
             if not tasks:
                 return None
@@ -333,6 +340,8 @@ class Manager:
                     for view in views:
                         view.group.unpin(view)
                     raise
+            if self._sanitizing:
+                self._check(views)
             now = next(self._clock)
             for view in views:
                 group = view.group
@@ -363,6 +372,9 @@ class Manager:
             if self._budget.waiting or any(view.group.resizing for view in views):
                 self._idle.notify_all()
         self._collect()
+        if self._sanitizing:
+            with self.locked():
+                self._check(views)
 
     @contextmanager
     def using(self, *views: View) -> Iterator[None]:
@@ -389,7 +401,28 @@ class Manager:
         if schedule is None or schedule.epoch != view.group.epoch:
             with self.locked():
                 schedule = view.schedule = Schedule(view)
+        if self._sanitizing:
+            with self.locked():
+                self._check((view,))
         return schedule
+
+    # -- debug mode ------------------------------------------------------------------------------------------
+
+    def sanitize(self, on: bool) -> None:
+        """Watch every block from now on, or no longer. Waits for running steps."""
+        with self.locked():
+            if on != self._sanitizing:
+                self._sanitizing = on
+                for group in self._groups.values():
+                    with self._budget.resizing(group):
+                        group.sanitize(on)
+
+    @staticmethod
+    def _check(views: Iterable[View]) -> None:
+        """Have the sanitizer prove that what a step reads is alive. Raises `SanitizerError`."""
+        for view in views:
+            if view.group.sanitizer is not None:
+                view.group.sanitizer.check(view)
 
     # -- books -----------------------------------------------------------------------------------------------
 
@@ -456,4 +489,6 @@ class Manager:
 @cache
 def manager() -> Manager:
     """The process's manager."""
-    return Manager()
+    made = Manager()
+    on_change(lambda options: made.sanitize(options.sanitize))
+    return made

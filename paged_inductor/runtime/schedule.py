@@ -78,6 +78,10 @@ class Schedule:
             return torch.empty(0, dtype=torch.int32, device=self._device)
         return torch.frombuffer(host, dtype=torch.int32).to(self._device)
 
+    def blocks(self, row: int) -> Sequence[int]:
+        """A row's table entries, the spare ones included."""
+        return self._table[row * self._width : (row + 1) * self._width]
+
     def advance(self, count: int, changes: Sequence[tuple[int, int, int]]) -> None:
         """Every row got `count` tokens longer; for (i, j, block) in `changes`, entry `j` of row `i` became `block`."""
         lens = self._lens

@@ -31,15 +31,17 @@ __all__ = [
 class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
-    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens.
+    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `stamps` are
+    the blocks' generations from when they were put here, as far as the sanitizer noted them; None without one.
     """
 
-    __slots__ = ("blocks", "length", "live")
+    __slots__ = ("blocks", "length", "live", "stamps")
 
     def __init__(self, blocks: list[int], length: int) -> None:
         self.blocks = blocks
         self.length = length
         self.live: dict[int, int] = {}
+        self.stamps: list[int] | None = None
 
 
 def register(row: Row, length: int) -> None:
@@ -60,6 +62,8 @@ def unregister(row: Row, length: int, pool: BlockPool, block_size: int) -> None:
         row.length = longest = max(live) if live else 0
         keep = -(-longest // block_size)
         blocks = row.blocks
+        if row.stamps is not None:
+            del row.stamps[keep:]
         while len(blocks) > keep:
             pool.release(blocks.pop())
 
