@@ -16,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .errors import KernelInputError
-from .launch import INTERPRETED, DeviceLimits, Launch
+from .launch import INTERPRETED, ROCM_REGISTERS, DeviceLimits, Launch
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), DeviceLimits("sm_80", 80, 108, 163 * 1024)),
     "sm_90": (GPUTarget("cuda", 90, 32), DeviceLimits("sm_90", 90, 132, 227 * 1024)),
     "sm_100": (GPUTarget("cuda", 100, 32), DeviceLimits("sm_100", 100, 148, 227 * 1024)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), DeviceLimits("gfx942", 0, 304, 64 * 1024)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), DeviceLimits("gfx942", 0, 304, 64 * 1024, **ROCM_REGISTERS)),
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTER_TYPES = {

@@ -137,6 +137,7 @@ def attend_packed(
     first_row,
     split,
     num_splits,
+    MIN_SPLIT_TILES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -200,6 +201,8 @@ def attend_packed(
 
     # this split's share, whole tiles
     split_tiles = tl.cdiv(tl.cdiv(tl.maximum(key_end - key_begin, 0), TILE_N), num_splits)
+    if MIN_SPLIT_TILES > 0:
+        split_tiles = tl.maximum(split_tiles, MIN_SPLIT_TILES)
     key_begin += split * split_tiles * TILE_N
     key_end = tl.minimum(key_end, key_begin + split_tiles * TILE_N)
 

@@ -1,50 +1,75 @@
-"""Choice of a launch configuration: the first candidate, or the fastest one where tuning is on.
+"""Choice of a launch configuration: what was tuned for this key, else the first candidate.
 
-`PAGED_INDUCTOR_AUTOTUNE=0` turns tuning off. The interpreter and CUDA graph capture never tune.
+No call tunes by itself, so that the first one of a process is as fast as the others: `python -m paged_inductor tune`
+fills the cache on disk that calls look into (`tuning_cache`). `PAGED_INDUCTOR_AUTOTUNE=1` lets calls tune, too: each
+times a key's candidates the first time it is met. The interpreter and CUDA graph capture never tune.
 """
 
+import json
 import os
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 
 import torch
 from triton import OutOfResources, testing
 
 from .launch import INTERPRETED, LaunchConfig
+from .tuning_cache import Stamp, TuningCache
 
-_fastest: dict[Hashable, LaunchConfig] = {}
+Key = tuple[Hashable, ...]
+"""(kernel, device name, ...): exactly what changes the fastest configuration."""
+Run = Callable[[LaunchConfig], None]
+Bench = Callable[[Callable[[], None]], float]
+Choose = Callable[[Key, Sequence[LaunchConfig], Run], LaunchConfig]
+"""A strategy: picks one of the candidates for a key."""
 
 
 def enabled() -> bool:
-    """Whether a new key is timed on the device."""
+    """Whether a call times a key that was never tuned."""
     if INTERPRETED or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return False
-    return os.environ.get("PAGED_INDUCTOR_AUTOTUNE", "1") != "0"
+    return os.environ.get("PAGED_INDUCTOR_AUTOTUNE", "0") not in ("0", "")
 
 
-def choose(
-    key: Hashable,
-    candidates: Sequence[LaunchConfig],
-    run: Callable[[LaunchConfig], None],
-    bench: Callable[[Callable[[], None]], float] | None = None,
-) -> LaunchConfig:
-    """Return the configuration for `key`; `candidates[0]` is the static choice.
+def choose(key: Key, candidates: Sequence[LaunchConfig], run: Run) -> LaunchConfig:
+    """The tuned configuration of `key`, or the static choice `candidates[0]`."""
+    if len(candidates) == 1:
+        return candidates[0]
+    known = tuning_cache(str(key[1])).get(_text(key))
+    if known is not None and known in candidates:
+        return known
+    return tune(key, candidates, run) if enabled() else candidates[0]
+
+
+def static(key: Key, candidates: Sequence[LaunchConfig], run: Run) -> LaunchConfig:
+    """The static choice, whatever was tuned: keys know lengths and batch sizes, and results must not."""
+    return candidates[0]
+
+
+def tune(key: Key, candidates: Sequence[LaunchConfig], run: Run, bench: Bench | None = None) -> LaunchConfig:
+    """Time all candidates and remember the fastest for `key`, on disk too.
 
     `run` must be repeatable: it may overwrite its outputs but must not change its inputs. `bench` returns the
     time of one call; by default the device timer of Triton.
     """
-    if key in _fastest:
-        return _fastest[key]
-    if len(candidates) == 1 or (bench is None and not enabled()):
-        return candidates[0]
     times = [_time(run, candidate, bench or _device_time) for candidate in candidates]
-    return _fastest.setdefault(key, candidates[times.index(min(times))])
+    fastest = candidates[times.index(min(times))]
+    tuning_cache(str(key[1])).store(_text(key), fastest)
+    return fastest
 
 
-def _time(
-    run: Callable[[LaunchConfig], None],
-    candidate: LaunchConfig,
-    bench: Callable[[Callable[[], None]], float],
-) -> float:
+@cache
+def tuning_cache(device_name: str) -> TuningCache:
+    """This process's cache of the choices for a device."""
+    return TuningCache(Stamp.of(device_name))
+
+
+@cache
+def _text(key: Key) -> str:
+    return json.dumps([part if isinstance(part, (str, int, bool)) else str(part) for part in key])
+
+
+def _time(run: Run, candidate: LaunchConfig, bench: Bench) -> float:
     try:
         return bench(lambda: run(candidate))
     except OutOfResources:

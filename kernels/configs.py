@@ -8,9 +8,8 @@ import triton
 
 from .autotune import bucket
 from .launch import INTERPRETED, DeviceLimits, LaunchConfig
+from .occupancy import Entry, fitting
 from .problem import AttentionProblem
-
-Entry = tuple[int, int, int, int]
 
 MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 256
@@ -73,20 +72,12 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _configs(problem: AttentionProblem, limits: DeviceLimits, entries: tuple[Entry, ...]) -> list[LaunchConfig]:
-    """Drop tiles more than half empty and buffers that overflow shared memory; one choice if interpreted."""
+    """Drop tiles more than half empty and what a processor has no room for; one choice if interpreted."""
     if INTERPRETED:
         return [LaunchConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1)]
     rows = bucket(problem.packed_rows, 16, 128)
-    needs = {entry: _shared_bytes(problem, entry) for entry in entries}
-    kept = [entry for entry in entries if entry[0] <= rows and needs[entry] <= limits.shared_bytes]
-    return [_config(entry, limits) for entry in kept or [min(entries, key=needs.__getitem__)]]
-
-
-def _shared_bytes(problem: AttentionProblem, entry: Entry) -> int:
-    """Estimate for the Q tile and the buffers of K and V."""
-    tile_m, tile_n, _, num_buffers = entry
-    d, dv = triton.next_power_of_2(problem.head_dim), triton.next_power_of_2(problem.v_head_dim)
-    return (tile_m * d + num_buffers * tile_n * (d + dv)) * problem.q.element_size()
+    kept = [entry for entry in entries if entry[0] <= rows] or entries
+    return [_config(entry, limits) for entry in fitting(problem, limits, kept)]
 
 
 def _config(entry: Entry, limits: DeviceLimits) -> LaunchConfig:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import autotune, configs, prefill
+from . import autotune, configs, ordered, prefill
 from .attend import attend_packed
 from .common import exponential, finite_max
 from .launch import Allocator, Launch, LaunchConfig, device_limits
@@ -67,6 +67,8 @@ def decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    MIN_SHARE_TILES: tl.constexpr,
 ):
     num_tiles = tl.cdiv(packed_rows, TILE_M)
     pid = tl.program_id(0)
@@ -110,7 +112,8 @@ def decode_kernel(
         kv_head,
         first_row,
         split,
-        NUM_SPLITS,
+        NUM_SHARES,
+        MIN_SHARE_TILES,
         GROUP,
         HEAD_DIM,
         V_HEAD_DIM,
@@ -177,10 +180,18 @@ def merge_kernel(
 
 
 def plan(
-    problem: AttentionProblem, out: Tensor, config: LaunchConfig, num_splits: int, allocate: Allocator
+    problem: AttentionProblem,
+    out: Tensor,
+    config: LaunchConfig,
+    num_splits: int,
+    allocate: Allocator,
+    in_order: bool = False,
 ) -> list[Launch]:
-    """The launches that write `out` [B, H_q, Q, Dv]; a single split is the one-pass kernel."""
-    if num_splits == 1:
+    """The launches that write `out` [B, H_q, Q, Dv]; a single split is the one-pass kernel.
+
+    in_order: cut each row by its own length and merge its shares one by one (see `ordered`).
+    """
+    if num_splits == 1 and not in_order:
         return [prefill.plan(problem, out, config)]
     num_tiles = triton.cdiv(problem.packed_rows, config.tile_m)
     num_rows = problem.batch * problem.num_kv_heads * problem.packed_rows
@@ -189,29 +200,42 @@ def plan(
         "partial_ptr": allocate((num_rows, num_splits, problem.v_head_dim), **new),
         "partial_max_ptr": allocate((num_rows, num_splits), **new),
         "partial_sum_ptr": allocate((num_rows, num_splits), **new),
-        "NUM_SPLITS": num_splits,
     }
     arguments = problem.kernel_arguments()
-    split = arguments | partial | {"TILE_M": config.tile_m, "TILE_N": config.tile_n}
+    split = arguments | partial | {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "NUM_SPLITS": num_splits}
+    split |= {"NUM_SHARES": num_splits, "MIN_SHARE_TILES": 0}
     shared = ("num_kv_heads", "packed_rows", "GROUP", "V_HEAD_DIM", "HAS_BIAS")
     merge = {name: arguments[name] for name in shared} | partial | {"TILE_DV": MERGE_TILE}
     merge |= pointer("out", out, ("batch", "head", "query", "dim"))
+    merge_with, count = merge_kernel, "NUM_SPLITS"
+    if in_order:
+        split |= {"NUM_SHARES": ordered.MAX_SPLITS, "MIN_SHARE_TILES": ordered.SPLIT_TOKENS // config.tile_n}
+        merge_with, count = ordered.merge_in_order_kernel, "num_splits"
     grid = (num_tiles * problem.num_kv_heads * problem.batch, num_splits)
+    merge_grid = (num_rows, triton.cdiv(problem.v_head_dim, MERGE_TILE))
     return [
         Launch(decode_kernel, grid, split, config.num_warps, config.num_stages),
-        Launch(merge_kernel, (num_rows, triton.cdiv(problem.v_head_dim, MERGE_TILE)), merge, num_warps=2),
+        Launch(merge_with, merge_grid, merge | {count: num_splits}, num_warps=2),
     ]
 
 
-def decode(problem: AttentionProblem, out: Tensor, allocate: Allocator) -> None:
-    """Write the attention of `problem` into `out`; scratch comes from `allocate`."""
-
+def decode(
+    problem: AttentionProblem,
+    out: Tensor,
+    allocate: Allocator,
+    choose: autotune.Choose = autotune.choose,
+    in_order: bool = False,
+) -> None:
+    """Write the attention of `problem` into `out`; scratch comes from `allocate`, the configuration from `choose`."""
     limits = device_limits(problem.q.device)
 
     def run(config: LaunchConfig) -> None:
-        num_splits = configs.choose_num_splits(problem, limits, config.tile_m)
-        for launch in plan(problem, out, config, num_splits, allocate):
+        if in_order:
+            num_splits = ordered.num_splits(problem)
+        else:
+            num_splits = configs.choose_num_splits(problem, limits, config.tile_m)
+        for launch in plan(problem, out, config, num_splits, allocate, in_order):
             launch.run()
 
     candidates = configs.decode_candidates(problem, limits)
-    run(autotune.choose(("decode", *problem.tuning_key()), candidates, run))
+    run(choose(("decode", *problem.tuning_key()), candidates, run))

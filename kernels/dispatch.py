@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import checks, decode, prefill
+from . import autotune, checks, decode, prefill
 from .launch import INTERPRETED, Allocator
 from .problem import attention_problem
 
@@ -22,6 +22,7 @@ def attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    deterministic: bool = False,
     allocate: Allocator = torch.empty,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over the paged keys of each row; returns [B, H_q, Q, Dv] in q's dtype.
@@ -36,6 +37,9 @@ def attention(
     `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks` [H_q] are logits that
     join each head's softmax as one more key with no value: they only add exp(sink) to its denominator.
 
+    `deterministic`: a row's result depends on its own tokens, queries and length only, to the bit: not on the other
+    rows of the batch, nor on how many splits the launch has. (With a mask, on kv_len too.) Slower where rows are few.
+
     The caller keeps the block table within the arenas. `allocate(shape,
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
     """
@@ -46,8 +50,9 @@ def attention(
     out = allocate(problem.out_shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
+    choose = autotune.static if deterministic else autotune.choose
     if problem.q_len <= decode.MAX_QUERIES:
-        decode.decode(problem, out, allocate)
+        decode.decode(problem, out, allocate, choose, in_order=deterministic)
     else:
-        prefill.prefill(problem, out)
+        prefill.prefill(problem, out, choose)
     return out

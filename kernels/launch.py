@@ -11,6 +11,8 @@ from torch import Tensor
 
 Allocator = Callable[..., Tensor]
 INTERPRETED: bool = triton.knobs.runtime.interpret
+# CDNA: four units of 512 registers for each lane of a wavefront
+ROCM_REGISTERS = {"registers": 4 * 512 * 64, "warps": 32, "warp_threads": 64, "thread_registers": 512}
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,20 @@ class Launch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What the choice of a configuration depends on; `arch` is a CUDA capability such as 90, 0 on ROCm."""
+    """What the choice of a configuration depends on; `arch` is a CUDA capability such as 90, 0 on ROCm.
+
+    Of one processor: bytes of shared memory, 32-bit registers, warps at a time. `thread_registers`: the most that a
+    thread may have.
+    """
 
     name: str
     arch: int
     processors: int
     shared_bytes: int
+    registers: int = 65536
+    warps: int = 64
+    warp_threads: int = 32
+    thread_registers: int = 255
 
 
 @cache
@@ -60,4 +70,5 @@ def device_limits(device: torch.device) -> DeviceLimits:
     properties = torch.cuda.get_device_properties(device)
     arch = 0 if torch.version.hip else properties.major * 10 + properties.minor
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return DeviceLimits(properties.name, arch, properties.multi_processor_count, shared)
+    register_file = ROCM_REGISTERS if torch.version.hip else {}
+    return DeviceLimits(properties.name, arch, properties.multi_processor_count, shared, **register_file)

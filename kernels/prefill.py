@@ -110,6 +110,7 @@ def prefill_kernel(
         first_row,
         0,
         1,
+        0,
         GROUP,
         HEAD_DIM,
         V_HEAD_DIM,
@@ -144,11 +145,11 @@ def plan(problem: AttentionProblem, out: Tensor, config: LaunchConfig) -> Launch
     return Launch(prefill_kernel, grid, arguments, config.num_warps, config.num_stages)
 
 
-def prefill(problem: AttentionProblem, out: Tensor) -> None:
-    """Write the attention of `problem` into `out`."""
+def prefill(problem: AttentionProblem, out: Tensor, choose: autotune.Choose = autotune.choose) -> None:
+    """Write the attention of `problem` into `out`, in the configuration that `choose` picks."""
 
     def run(config: LaunchConfig) -> None:
         plan(problem, out, config).run()
 
     candidates = configs.prefill_candidates(problem, device_limits(problem.q.device))
-    run(autotune.choose(("prefill", *problem.tuning_key()), candidates, run))
+    run(choose(("prefill", *problem.tuning_key()), candidates, run))

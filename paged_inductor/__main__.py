@@ -1,10 +1,13 @@
-"""`python -m paged_inductor doctor | ab | top`."""
+"""`python -m paged_inductor doctor | ab | top | tune`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from ._tune import add_options as add_tune_options
+from ._tune import tune as run_tuning
 
 __all__ = ["main"]
 
@@ -26,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch.add_argument("--url", help="where it serves its metrics (default: this machine, port 9464)")
     watch.add_argument("--interval", type=float, default=1.0, help="seconds between frames (default: %(default)s)")
     watch.add_argument("--once", action="store_true", help="print one frame and end")
+    tune = commands.add_parser("tune", help="time the kernels' configurations on this GPU and keep the fastest on disk")
+    add_tune_options(tune)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         from ._doctor import doctor
@@ -35,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ._top import top
 
         return top(options)
+    if options.command == "tune":
+        return run_tuning(options)
     from ._ab import ab as compare
 
     return compare(options)

@@ -46,6 +46,9 @@ class Config:
     metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
         See `serve_metrics`.
     sanitize: debug mode: freed blocks are overwritten, every access is checked, and leaks are reported at exit (slow).
+    deterministic: on GPUs, the attention of a row depends on that row alone, to the bit, and not on what else is in its
+        batch (with a mask that was not proven, on the logical length, too). On the CPU this holds for one query anyhow,
+        and not for several. It says nothing of a model's other layers: matrix products may depend on the batch size.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
@@ -57,6 +60,7 @@ class Config:
     swap_dir: str | None = None
     metrics_port: int | None = None
     sanitize: bool = False
+    deterministic: bool = False
     triton_on_cpu: bool = False
 
 
@@ -131,6 +135,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
     "metrics_port": lambda value: None if value is None else require_port(value),
     "sanitize": lambda value: require_bool("sanitize", value),
+    "deterministic": lambda value: require_bool("deterministic", value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 _NUMBERS = ("kv_budget", "block_size", "swap_host", "swap_disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from .passes.mask_effects import Writers, written
 from .passes.stacked import unstack
 from .passes.symbols import UnknownSize
 from .program import PagedProgram, make_dense
+from .replay import keep_in_place
 from .reports import publish, published
 from .stacked import StackedProgram
 from .tensor import Handle, PagedStack, PagedTensor
@@ -36,6 +38,8 @@ class BackendOptions:
     """Options of the backend, from `torch.compile(..., options={...})`.
 
     inner: the compiler of the rewritten graph: "inductor" (default), "aot_eager" or "eager".
+    mode: as of torch.compile. With "reduce-overhead" (and "max-autotune") steps that grow a cache on a GPU by a fixed
+        number of tokens are recorded as CUDA graphs and replayed; others run as without it.
     inductor: options for Inductor, as `torch.compile(options=...)` takes them.
     label: what `KVBudgetExceeded` and `explain()` call this program.
     verify: run every step dense, too, and raise `VerificationError` at the first layer that differs. For finding
@@ -44,7 +48,7 @@ class BackendOptions:
         float64, 1e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16.
     """
 
-    NAMES = ("inner", "inductor", "label", "verify", "verify_tolerance")
+    NAMES = ("inner", "mode", "inductor", "label", "verify", "verify_tolerance")
 
     def __init__(self, options: Mapping[str, Any] | None, mode: str | None) -> None:
         options = dict(options or {})
@@ -56,9 +60,12 @@ class BackendOptions:
             raise ConfigurationError(
                 f"inner={self.inner!r} is not allowed: choose one of {', '.join(map(repr, INNER_COMPILERS))}"
             )
-        self.inductor: dict[str, Any] = dict(options.get("inductor") or {})
-        if mode and mode != "default":
-            self.inductor = {**torch._inductor.list_mode_options(mode), **self.inductor}
+        mode = options.get("mode") or mode or "default"
+        modes = torch._inductor.list_mode_options()
+        if mode not in modes:
+            raise ConfigurationError(f"mode={mode!r} is not allowed: choose one of {', '.join(map(repr, modes))}")
+        self.inductor: dict[str, Any] = {**modes[mode], **(options.get("inductor") or {})}
+        self.replay = bool(self.inductor.get("triton.cudagraphs", False))
         self.label: str = str(options.get("label", "model"))
         self.verify: bool = require_bool("verify", options.get("verify", False))
         self.verify_tolerance: float | None = options.get("verify_tolerance")
@@ -113,7 +120,10 @@ def paged_inductor(
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     single_rows = settings.inner == "inductor" and on_cpu
     try:
-        state, report = page_graph(gm, facts, fake_mode, block_size, arena_strides, single_rows, triangles.numbers)
+        hold = settings.replay and not settings.verify and (not on_cpu or config().triton_on_cpu)
+        state, report = page_graph(
+            gm, facts, fake_mode, block_size, arena_strides, single_rows, triangles.numbers, hold
+        )
         plans = [] if state.adoptions else plan_groups(gm, state, example_inputs, block_size)
     except UnknownSize as unknown:  # the passes work on a copy: the graph is as it was
         return _unpaged(gm, example_inputs, settings, f"not paged: {unknown}")
@@ -131,8 +141,15 @@ def paged_inductor(
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
     publish(settings.label, report)
 
+    if state.not_held:
+        _warn_not_replayed(settings.label, state.not_held)
+    if state.held:
+        keep_in_place(state)
+
     def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_inner(graph, inputs, settings.inner, settings.inductor)
+        return compile_inner(
+            graph, inputs, settings.inner, {**settings.inductor, "triton.cudagraphs": bool(state.held)}
+        )
 
     if settings.verify:
         number = len(published(settings.label))
@@ -140,6 +157,14 @@ def paged_inductor(
             gm, state, example_inputs, plans, compiler, settings.label, triangles, number, settings.verify_tolerance
         )
     return PagedProgram(gm, state, example_inputs, plans, compiler, settings.label, triangles)
+
+
+def _warn_not_replayed(label: str, why: str) -> None:
+    warnings.warn(
+        f'paged_inductor: mode="reduce-overhead" does not replay a step of {label}, because {why}. It runs as without '
+        "that mode. Steps that append a fixed number of tokens to growing caches, without a mask tensor, are replayed.",
+        stacklevel=2,
+    )
 
 
 paged_inductor.pages_kv = True  # type: ignore[attr-defined]  # how PagedTensor recognises its own backend

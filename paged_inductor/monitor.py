@@ -60,7 +60,8 @@ class Stats:
     prefix_queries, prefix_hits: tokens looked up among the cached prefixes, and found. evictions: cached blocks given
     up. swaps_out, swaps_in: blocks moved, with swap_bytes_* and swap_seconds_*. preempted_steps: steps that waited for
     others or gave way to them. arena_growths, dense_fallbacks: how often arenas grew, and steps had to run on dense
-    copies. steps: uses of the arenas: compiled steps and eager operations.
+    copies. graph_recordings: with mode="reduce-overhead", how often a step's fixed inputs were in a new place, so that
+    it had to be recorded. steps: uses of the arenas: compiled steps and eager operations.
 
     tenants: by name. latencies: by program and tenant.
     """
@@ -96,6 +97,7 @@ class Stats:
     dense_fallbacks: int
     tenants: dict[str, TenantStats]
     latencies: list[StepLatency]
+    graph_recordings: int
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, for logs."""
@@ -117,6 +119,7 @@ _TOTALS = (
     "arena_growths",
     "steps",
     "dense_fallbacks",
+    "graph_recordings",
 )
 
 

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from . import ops
 from .group_plan import GroupPlan
 from .passes import GraphState
+from .replay import Replay
 from .runtime import Preempted, manager
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor
@@ -45,7 +46,7 @@ class PagedProgram:
         """`gm` is the graph as captured, for calls that do not fit; `compiler` compiles the rewritten one; `triangles`
         are what the proofs of its masks rely on."""
         captured = gm.graph.find_nodes(op="placeholder")
-        paged = {node.name for node in state.inputs}
+        paged = {node.name for node in state.inputs} | state.dropped
         self._dense = gm
         self._label = label
         self._triangles = triangles
@@ -56,8 +57,11 @@ class PagedProgram:
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         self._warned = False
         self._ran = False
+        self._replay = Replay(state) if state.held else None
         inputs = [make_dense(examples[i]) for i in self._kept]
-        self._run = compiler(state.gm, inputs + [new.node.meta["example_value"] for new in state.new_inputs])
+        inputs += [new.node.meta["example_value"] for new in state.new_inputs]
+        inputs += [held.node.meta["example_value"] for held in state.held]
+        self._run = compiler(state.gm, inputs)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
@@ -74,7 +78,8 @@ class PagedProgram:
                     done = self._attempt(args)
                     break
                 except Preempted:
-                    runtime.wait_for_others()
+                    pass  # the views of the attempt die with the exception, before the wait
+                runtime.wait_for_others()
         if done is not None:
             tenant = done[1][0].view.tenant.name
             runtime.counters.latencies.record(self._label, tenant, perf_counter_ns() - began)
@@ -106,11 +111,16 @@ class PagedProgram:
             undo(steps)
             raise
         try:
+            tables = []
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
-                inputs += step.tables(plan.decodes)
+                tables.append(step.tables(plan.decodes))
+                inputs += tables[-1]
                 inputs += [arenas[site] for site in plan.sites]
+            if self._replay is not None:
+                inputs += self._replay.inputs(args, self._plans, [table for table, *_ in tables])
+                self._replay.note(inputs, self._plans)
             dense = self._run(*inputs)
         except BaseException:
             undo(steps)

@@ -16,6 +16,7 @@ from .base import (
     CacheGroupSites,
     CacheSite,
     GraphState,
+    HeldInput,
     KeptOutput,
     NewInput,
     PagedInput,
@@ -26,6 +27,7 @@ from .base import (
 from .by_hand import NormalizeAttention
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
+from .hold import HoldLengths
 from .linear import RewriteSingleRowLinears
 from .lint import Lint
 from .prune import prune
@@ -40,6 +42,7 @@ __all__ = [
     "CacheSite",
     "GraphReport",
     "GraphState",
+    "HeldInput",
     "KeptOutput",
     "NewInput",
     "PagedInput",
@@ -51,7 +54,7 @@ __all__ = [
 
 
 def pipeline(
-    fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides, single_row_linears: bool
+    fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides, single_row_linears: bool, hold: bool
 ) -> list[Pass]:
     """The passes in order."""
     return [
@@ -67,6 +70,7 @@ def pipeline(
         ProveMasks(),
         ChooseAdoption(),
         Rewrite(fake_mode, block_size, arena_strides),
+        *([HoldLengths(fake_mode)] if hold else []),
         *([RewriteSingleRowLinears()] if single_row_linears else []),
         Lint(),
     ]
@@ -80,12 +84,13 @@ def page_graph(
     arena_strides: ArenaStrides,
     single_row_linears: bool = False,
     triangles: Mapping[str, float] | None = None,
+    hold: bool = False,
 ) -> tuple[GraphState, GraphReport]:
     """A rewritten copy of `gm` (which stays as it is), and the report of what was found.
 
     inputs: the placeholders that receive paged tensors, by name. fake_mode: the one that `gm` was captured with.
     block_size: of caches born in this graph. arena_strides: see `Rewrite`. single_row_linears: whether linear layers on
-    one row become formulas for a compiler to vectorise. triangles: see `GraphState`.
+    one row become formulas for a compiler to vectorise. triangles: see `GraphState`. hold: see `HoldLengths`.
     A graph without caches is otherwise only copied, and so is one
     that has `state.adoptions`.
     """
@@ -96,7 +101,7 @@ def page_graph(
         {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs},
         triangles=triangles or {},
     )
-    for step in pipeline(fake_mode, block_size, arena_strides, single_row_linears):
+    for step in pipeline(fake_mode, block_size, arena_strides, single_row_linears, hold):
         step(state)
         if state.adoptions:  # the graph will be captured anew, with handles in their places
             break

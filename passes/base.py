@@ -202,7 +202,9 @@ class GraphState:
     inputs: the placeholders that receive paged tensors. new_inputs: those that the rewrite added, in order.
     dense_outputs: positions among the captured graph's outputs that the rewritten one still returns, in order.
     triangles: inputs that are lower triangles, by name, with the number above the diagonal (see `known`).
-    adoptions: static caches that came in dense and should be handles from now on. history: one result per pass.
+    adoptions: static caches that came in dense and should be handles from now on. held: inputs that took the place of
+    the cache's length, after all others (see `hold`); dropped: integer inputs that are none any more; not_held: why a
+    step still depends on the length. captured: the inputs as captured. history: one result per pass.
     """
 
     gm: GraphModule
@@ -214,7 +216,14 @@ class GraphState:
     dense_outputs: list[int] = field(default_factory=list)
     triangles: Mapping[str, float] = field(default_factory=dict)
     adoptions: list[CacheSite] = field(default_factory=list)
+    held: list[HeldInput] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
+    not_held: str = ""
+    captured: tuple[Node, ...] = ()
     history: list[PassResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.captured = tuple(self.placeholders)
 
     @property
     def placeholders(self) -> list[Node]:
@@ -237,12 +246,25 @@ class NewInput:
 
     kind: "table", "lens", then if it is static "extent" (the positions up to the last one that this step writes),
     "written_lens" and "written" (of all that were written), then "num_chunks" and "row_chunks" if it has attention with
-    one query, then one "arena" per site, in the order of `site`.
+    one query on the CPU, then one "arena" per site, in the order of `site`.
     """
 
     kind: str
     group: int
     site: int
+    node: Node
+
+
+@dataclass(frozen=True)
+class HeldInput:
+    """A placeholder that came in the place of the cache's length.
+
+    kind: "length": an int64 tensor of no dimensions that holds the captured integer input at position `index`; "width"
+    and "blocks": the integers that are the table's width and the arenas' number of blocks, of group `index`.
+    """
+
+    kind: str
+    index: int
     node: Node
 
 

@@ -83,7 +83,7 @@ class Rewrite(Pass):
         env = self._mode.shape_env
         device = lead.node.meta["example_value"].device
         batch = lead.size("B")
-        decodes = any(
+        decodes = not ops.uses_kernels(device) and any(
             attention.key in group.sites and attention.paged and hint(attention.num_queries) == 1
             for attention in state.attentions
         )

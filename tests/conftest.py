@@ -1,8 +1,13 @@
 """Settings of all tests. The interpreter must be chosen before triton is first imported."""
 
+import itertools
 import os
+import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
+# `pytest -m gpu` compiles the kernels, all else interprets them. Other conftest files import triton, so that pytest's
+# own hooks would come too late.
+if ("-m", "gpu") not in itertools.pairwise(sys.argv):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import HealthCheck, settings
 

@@ -8,6 +8,7 @@ fuses into loops which read pages in place (`formulas`, `decode`); elsewhere the
 
 from .decode import INDUCTOR_OPTIONS
 from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
+from .library import uses_kernels
 from .linear import single_row_linear
 from .plan import MaskPlan, StepPlan, plan_mask, plan_static, plan_step, plan_window
 
@@ -25,4 +26,5 @@ __all__ = [
     "plan_step",
     "plan_window",
     "single_row_linear",
+    "uses_kernels",
 ]

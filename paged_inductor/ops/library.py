@@ -49,21 +49,11 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`."""
-    implementation = kernels if uses_kernels(q.device) else reference
-    return implementation.attention(
-        q,
-        k_arena,
-        v_arena,
-        block_table,
-        seq_lens,
-        kv_len,
-        scale=scale,
-        causal_offset=causal_offset,
-        window=window,
-        mask=mask,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    variant = {"causal_offset": causal_offset, "window": window, "mask": mask, "softcap": softcap, "sinks": sinks}
+    pages = (k_arena, v_arena, block_table, seq_lens, kv_len)
+    if uses_kernels(q.device):
+        return kernels.attention(q, *pages, scale=scale, **variant, deterministic=config().deterministic)
+    return reference.attention(q, *pages, scale=scale, **variant)
 
 
 @attention.register_fake

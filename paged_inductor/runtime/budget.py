@@ -240,9 +240,10 @@ class Budget:
         """Whether this thread has views for a step that has not begun, and whether others' steps run or begin."""
         me, now = threading.get_ident(), time.monotonic()
         pins = [pin for group in self._groups for pin in group.pins.values()]
-        own = any(pin.thread == me and not pin.steps for pin in pins)
-        others = any(pin.thread != me and (pin.steps or now - pin.since < BEGINNING) for pin in pins)
-        return own, others
+        fresh = [pin for pin in pins if not pin.steps]
+        own = any(pin.maker == me for pin in fresh)
+        others = any(pin.maker != me and now - pin.since < BEGINNING for pin in fresh)
+        return own, others or any(thread != me for pin in pins for thread in pin.steps)
 
     def _exceeded(self, group: CacheGroup, wanted: int) -> KVBudgetExceeded:
         spare = max(0, self._spare(group)) // group.block_bytes

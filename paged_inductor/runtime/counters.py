@@ -23,6 +23,7 @@ class Counters:
     copies_on_write: int = 0
     arena_growths: int = 0
     steps: int = 0
+    graph_recordings: int = 0
     dense_fallbacks: int = 0
     swaps_out: int = 0
     swaps_in: int = 0

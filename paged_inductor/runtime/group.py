@@ -76,11 +76,12 @@ class Holding:
 
 @dataclass(slots=True)
 class Pin:
-    """Why a view's blocks must stay where they are. steps: that use it now; 0 if it was made for one that is to begin.
-    thread: whose. sources: blocks to be copied before. since: when it was made, by `time.monotonic`."""
+    """Why a view's blocks must stay where they are. maker: the thread that made it for a step. steps: the threads whose
+    steps use it now; none if its step is to begin. sources: blocks to be copied before. since: when it was made, by
+    `time.monotonic`."""
 
-    thread: int
-    steps: int = 0
+    maker: int
+    steps: list[int] = field(default_factory=list)
     sources: frozenset[int] = frozenset()
     since: float = field(default_factory=time.monotonic)
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
+from threading import get_ident
 from typing import TypeVar
 
 from .._config import on_change
@@ -347,7 +348,7 @@ class Manager:
                 group = view.group
                 group.active += 1
                 group.pin(view)
-                group.pins[view.serial].steps += 1
+                group.pins[view.serial].steps.append(get_ident())
                 group.holdings[view.serial].used = now
             self.counters.steps += 1
             self.running_steps += 1
@@ -366,7 +367,7 @@ class Manager:
                 group = view.group
                 group.active -= 1
                 pin = group.pins[view.serial]
-                pin.steps -= 1
+                pin.steps.remove(get_ident())
                 if not pin.steps:
                     del group.pins[view.serial]
             if self._budget.waiting or any(view.group.resizing for view in views):

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Schedule"]
 
-_SPARE = 1.25  # a table is laid out for a quarter more blocks than it holds, so that growing it is rare
-
 
 class Schedule:
     """What the kernels read: `block_table` int32 [B, W] and `seq_lens` int32 [B], on the group's device, and the sizes
     of the work list that decode makes of them (`num_chunks` for all rows, `row_chunks` for the longest).
 
-    `W` is a whole number of chunks, and at least the longest row's; entries beyond a row's blocks are the zero page.
-    The host copies are plain arrays that the CPU tensors share memory with, so that changing an entry takes no tensor
-    operation. `epoch` is the group's of when the table was made: a later one means that blocks have moved since. A
-    schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
+    `W` is a whole number of chunks, a power of two above the longest row's number of blocks, so that it changes rarely;
+    entries beyond a row's blocks are the zero page. The host copies are plain arrays that the CPU tensors share memory
+    with, so that changing an entry takes no tensor operation. Tensors elsewhere are updated in place, in the order of
+    the device's stream and without waiting for it. So all tensors stay where they are until the table grows. `epoch` is
+    the group's of when the table was made: a later one means that blocks have moved since.
+    A schedule belongs to one view at a time; `Manager.append` moves it to the longer view.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Schedule:
         self._lens = array("i", view.lengths)
         tables = [row.blocks[: -(-seen // group.block_size)] for row, seen in zip(view.rows, view.lengths)]
         self._layout(tables, max(map(len, tables), default=0))
-        self._publish_lens()
+        self.seq_lens = self._tensor(self._lens)
         self._count_chunks()
 
     def _count_chunks(self) -> None:
@@ -60,23 +60,41 @@ class Schedule:
 
     def _layout(self, tables: Sequence[Sequence[int]], width: int) -> None:
         chunk = chunk_blocks(self._block_size)
-        self._width = width = (int(width * _SPARE) // chunk + 1) * chunk
+        self._width = width = max(chunk, 1 << width.bit_length())
         host = array("i", [ZERO_BLOCK]) * (len(tables) * width)
         for i, blocks in enumerate(tables):
             host[i * width : i * width + len(blocks)] = array("i", blocks)
         self._table = host
-        self._publish_table()
+        self.block_table = self._tensor(host).view(len(self._lens), self._width)
 
-    def _publish_table(self) -> None:
-        self.block_table = self._tensor(self._table).view(len(self._lens), self._width)
-
-    def _publish_lens(self) -> None:
-        self.seq_lens = self._tensor(self._lens)
+    @property
+    def _on_host(self) -> bool:
+        """Whether the tensors are the arrays themselves."""
+        return self._device.type == "cpu"
 
     def _tensor(self, host: array[int]) -> torch.Tensor:
-        if not host:
-            return torch.empty(0, dtype=torch.int32, device=self._device)
-        return torch.frombuffer(host, dtype=torch.int32).to(self._device)
+        """A tensor of an array's entries: on the host, the array itself."""
+        if host and self._on_host:
+            return torch.frombuffer(host, dtype=torch.int32)
+        with torch.inference_mode(False):  # updated in every mode, whoever made it
+            tensor = torch.empty(len(host), dtype=torch.int32, device=self._device)
+        return self._send(tensor, host)
+
+    @staticmethod
+    def _send(tensor: torch.Tensor, host: array[int]) -> torch.Tensor:
+        """Copy an array to a tensor. From pinned memory, which PyTorch keeps until the copy is done: no waiting."""
+        if host:
+            staged = torch.frombuffer(host, dtype=torch.int32 if host.typecode == "i" else torch.int64)
+            tensor.copy_(staged.pin_memory() if tensor.is_cuda else staged, non_blocking=True)
+        return tensor
+
+    def _send_changes(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """Update the entries of the table that changed, whatever its size."""
+        places = array("q", [i * self._width + j for i, j, _ in changes])
+        places.extend(block for _, _, block in changes)
+        sent = self._send(torch.empty(len(places), dtype=torch.int64, device=self._device), places)
+        where, what = sent.view(2, -1)
+        self.block_table.view(-1).index_copy_(0, where, what.to(torch.int32))
 
     def blocks(self, row: int) -> Sequence[int]:
         """A row's table entries, the spare ones included."""
@@ -87,9 +105,8 @@ class Schedule:
         lens = self._lens
         for i in range(len(lens)):
             lens[i] += count
-        on_host = self._device.type == "cpu"
-        if not on_host:
-            self._publish_lens()
+        if not self._on_host:
+            self._send(self.seq_lens, lens)
         if not changes:  # no row began a block, so none began a chunk
             return
         width = self._width
@@ -102,5 +119,5 @@ class Schedule:
         for i, j, block in changes:
             table[i * width + j] = block
         self._count_chunks()
-        if not on_host:
-            self._publish_table()
+        if not self._on_host:
+            self._send_changes(changes)

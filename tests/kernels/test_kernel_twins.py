@@ -19,7 +19,7 @@ WRAPPERS = ["attention", "cache_write", "cache_write_kv", "copy_blocks", "gather
 def test_a_twin_has_its_wrappers_signature(name: str) -> None:
     wrapper = inspect.signature(getattr(kernels, name)).parameters
     twin = inspect.signature(getattr(reference, name)).parameters
-    own = {"allocate", "compute_dtype"}
+    own = {"allocate", "compute_dtype", "deterministic"}
     shared = [[p for p in signature.values() if p.name not in own] for signature in (wrapper, twin)]
     assert shared[0] == shared[1]
 

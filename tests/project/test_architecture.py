@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "triangles": set(),
     "step": {"runtime", "tensor", "positions", "_layout"},
     "group_plan": {"passes", "runtime", "tensor", "sizes", "positions", "step"},
-    "program": {"ops", "passes", "runtime", "tensor", "group_plan", "step", "triangles"},
+    "replay": {"group_plan", "passes", "runtime"},
+    "program": {"ops", "passes", "runtime", "tensor", "group_plan", "replay", "step", "triangles"},
     "adoption": {"passes", "runtime", "tensor"},
     "dense_run": {"tensor"},
     "verified": {
@@ -50,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "stacked",
         "passes",
         "program",
+        "replay",
         "adoption",
         "verified",
         "runtime",
@@ -74,7 +76,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plot": {"_errors", "passes"},
     "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
 }
-PUBLIC = {"__init__", "__main__", "_ab", "_doctor", "_top", "compare", "testing"}  # on top: may import everything
+PUBLIC = {
+    "__init__",
+    "__main__",
+    "_ab",
+    "_doctor",
+    "_top",
+    "_tune",
+    "compare",
+    "testing",
+}  # on top: may import everything
 NEVER: dict[str, set[str]] = {
     "runtime/pool": {"torch", "triton"},
     "runtime/table": {"torch", "triton"},

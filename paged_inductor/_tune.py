@@ -1,0 +1,157 @@
+"""`python -m paged_inductor tune`: time the kernels' configurations on this GPU and keep the fastest on disk."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .kernels import autotune, decode, prefill
+from .kernels.launch import LaunchConfig
+from .kernels.problem import AttentionProblem, attention_problem
+from .runtime.memory import free_bytes
+
+__all__ = ["Shape", "add_options", "tune", "tune_shapes"]
+
+NO_DEVICE = (
+    "there is no CUDA or ROCm device here: tuning times kernels on the GPU that will run them. Run this command there, "
+    "once for each model's heads; until then kernels run in their static configurations. CPUs need no tuning."
+)
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A workload to tune for: `queries` new tokens for each of `batch` sequences of `context` tokens."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    batch: int
+    context: int
+    queries: int
+
+    @property
+    def kernel(self) -> str:
+        return "decode" if self.queries <= decode.MAX_QUERIES else "prefill"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of K and V."""
+        return 2 * self.batch * self.context * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads} x {self.head_dim}"
+        return f"{self.kernel} {heads} {self.dtype}: {self.batch} x {self.context} tokens".replace("torch.", "")
+
+    def problem(self, device: torch.device) -> AttentionProblem:
+        """Random queries and pages on `device`, blocks in random order."""
+        width = -(-self.context // self.block_size)
+        arena = (self.batch * width + 1, self.kv_heads, self.block_size, self.head_dim)
+        table = torch.randperm(self.batch * width, device=device).add_(1).to(torch.int32).view(self.batch, width)
+        return attention_problem(
+            torch.randn(self.batch, self.heads, self.queries, self.head_dim, dtype=self.dtype, device=device),
+            torch.randn(arena, dtype=self.dtype, device=device),
+            torch.randn(arena, dtype=self.dtype, device=device),
+            table,
+            torch.full((self.batch,), self.context, dtype=torch.int32, device=device),
+            self.context,
+            scale=self.head_dim**-0.5,
+            causal_offset=self.context - self.queries,
+            window=None,
+            mask=None,
+        )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (default: %(default)s)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="(default: 1 8 64)")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[1024, 8192, 32768], help="(default: 1024 8192 32768)"
+    )
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Run the command. Returns 0, or 2 if there is no device or the options make no model."""
+    for name in ("heads", "kv_heads", "head_dim", "block_size"):
+        if getattr(options, name) < 1:
+            print(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
+            return 2
+    if options.heads % options.kv_heads:
+        print(f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}: give a multiple")
+        return 2
+    if not torch.cuda.is_available():
+        print(NO_DEVICE)
+        return 2
+    device = torch.device("cuda")
+    shapes = list(_shapes(options))
+    tune_shapes(shapes, device, autotune.tune)
+    cache = autotune.tuning_cache(torch.cuda.get_device_name(device))
+    print(f"{len(cache)} choices in {cache.path}")
+    return 0
+
+
+def _shapes(options: argparse.Namespace) -> Iterator[Shape]:
+    model = (options.heads, options.kv_heads, options.head_dim, getattr(torch, options.dtype), options.block_size)
+    for batch, context in itertools.product(options.batch, options.context):
+        yield Shape(*model, batch, context, queries=1)
+        yield Shape(*model, batch, context, queries=min(context, max(2048 // batch, decode.MAX_QUERIES + 1)))
+
+
+def tune_shapes(shapes: Sequence[Shape], device: torch.device, tune: Callable[..., LaunchConfig]) -> None:
+    """Tune for every shape whose key is new; one too large for half of the free memory is skipped, and said so.
+
+    tune: as `autotune.tune`.
+    """
+    seen: set[autotune.Key] = set()
+
+    def choose(key: autotune.Key, candidates: Sequence[LaunchConfig], run: autotune.Run) -> LaunchConfig:
+        if key in seen:
+            return candidates[0]
+        seen.add(key)
+        return tune(key, candidates, run)
+
+    with _progress(len(shapes)) as report:
+        for shape in shapes:
+            if shape.bytes > free_bytes(device) // 2:
+                report(f"{shape}: skipped, its {shape.bytes / 2**30:.1f} GiB are more than half of the free memory")
+                continue
+            problem = shape.problem(device)
+            out = torch.empty(problem.out_shape, dtype=problem.q.dtype, device=device)
+            if shape.kernel == "decode":
+                decode.decode(problem, out, torch.empty, choose)
+            else:
+                prefill.prefill(problem, out, choose)
+            report(str(shape))
+            del problem, out
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Report]:
+    """A function to be called with a line after each of `total` parts: a bar if rich is installed, else plain lines."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        numbers = itertools.count(1)
+        yield lambda line: print(f"[{next(numbers)}/{total}] {line}", flush=True)
+        return
+    columns = (TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("tuning", total=total)
+
+        def report(line: str) -> None:
+            bar.console.print(line, highlight=False)
+            bar.advance(task)
+
+        yield report

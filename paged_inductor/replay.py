@@ -1,0 +1,61 @@
+"""Steps that are recorded once and replayed (`mode="reduce-overhead"`): their lengths, and how often they are recorded.
+
+Inductor's CUDA graph trees record a step per set of integer inputs and of addresses of static inputs. Static are the
+arenas and the tensors that hold lengths; block tables and row lengths are copied into the recording's own buffers
+before every replay. So a step is recorded again only when an arena or a table has grown, or the batch size changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .group_plan import GroupPlan
+from .passes import GraphState
+from .runtime import manager
+
+__all__ = ["Replay", "keep_in_place"]
+
+
+def keep_in_place(state: GraphState) -> None:
+    """Tell the inner compiler which inputs of the rewritten graph have the same address at every call."""
+    static = [new.node for new in state.new_inputs if new.kind == "arena"]
+    static += [held.node for held in state.held if held.kind == "length"]
+    for node in static:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+class Replay:
+    """The inputs of a replayed step that stand for the cache's length. Counts the recordings that its calls need."""
+
+    def __init__(self, state: GraphState) -> None:
+        self._held = state.held
+        self._buffers = {
+            held.index: torch.zeros((), dtype=torch.int64, device=held.node.meta["example_value"].device)
+            for held in state.held
+            if held.kind == "length"
+        }
+        self._recorded: set[tuple[object, ...]] = set()
+
+    def inputs(self, args: Sequence[Any], plans: Sequence[GroupPlan], tables: Sequence[torch.Tensor]) -> list[Any]:
+        """The held inputs for a call with `args`; `tables` are the block tables of the plans' groups."""
+        values: list[Any] = []
+        for held in self._held:
+            if held.kind == "length":
+                values.append(self._buffers[held.index].fill_(args[held.index]))
+            elif held.kind == "width":
+                values.append(tables[held.index].shape[1])
+            else:
+                values.append(plans[held.index].group.arenas[0].shape[0])
+        return values
+
+    def note(self, inputs: Sequence[Any], plans: Sequence[GroupPlan]) -> None:
+        """Count a call whose inputs are not where any earlier call's were: the compiler records the step anew."""
+        places = [plan.group.arenas[site].data_ptr() for plan in plans for site in plan.sites]
+        sizes = [value for value in inputs if isinstance(value, int)]
+        key = (*places, *sizes)
+        if key not in self._recorded:
+            self._recorded.add(key)
+            manager().counters.graph_recordings += 1

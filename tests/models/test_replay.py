@@ -1,0 +1,201 @@
+"""`mode="reduce-overhead"`: a step's launches do not depend on the cache's length, and its inputs stay where they are.
+
+The Triton kernels run in the interpreter; that CUDA graphs replay such a step is tested on a GPU (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paged_inductor
+from paged_inductor import PagedTensor, program, stats
+
+from .zoo import Decoder, Form, generate
+
+MODE = {"inner": "eager", "mode": "reduce-overhead"}
+SMALL = Form(heads_q=2, heads_kv=1, mask="none_or_is_causal")
+READS = ("_local_scalar_dense", "nonzero", "_to_copy", "item", "unique")
+
+
+@pytest.fixture(autouse=True)
+def kernels_serve() -> Iterator[None]:
+    paged_inductor.configure(triton_on_cpu=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not replay")
+        yield
+    paged_inductor.configure(triton_on_cpu=False)
+
+
+class ForbidReads(TorchDispatchMode):
+    """Raises at every operation that would wait for a device's results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in READS):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The inputs of every replayed step, which must read nothing back."""
+    seen: list[tuple[Any, ...]] = []
+    step = program.PagedProgram._step
+
+    def watched(self: program.PagedProgram, args: Sequence[Any]) -> Any:
+        run: Callable[..., Any] = self._run
+        if self._replay is None:
+            return step(self, args)
+
+        def recorded(*inputs: Any) -> Any:
+            seen.append(inputs)
+            return run(*inputs)
+
+        self._run = recorded
+        try:
+            with ForbidReads():
+                return step(self, args)
+        finally:
+            self._run = run
+
+    monkeypatch.setattr(program.PagedProgram, "_step", watched)
+    return seen
+
+
+def addresses(inputs: tuple[Any, ...], kind: Callable[[Tensor], bool]) -> tuple[int, ...]:
+    return tuple(value.data_ptr() for value in inputs if isinstance(value, Tensor) and kind(value))
+
+
+def changes(values: Sequence[object]) -> int:
+    return sum(a != b for a, b in itertools.pairwise(values))
+
+
+def test_fifty_steps_with_inputs_that_stay_in_place(calls: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(1)
+    model = Decoder(SMALL, layers=1)
+    prompt = torch.randint(0, 61, (2, 7))
+    expected, _ = generate(model, prompt, 52)
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    growths = stats().arena_growths
+    tokens, past = generate(step, prompt, 52)
+    assert torch.equal(tokens, expected)
+    assert isinstance(past[0][0], PagedTensor)
+    assert len(calls) == 51  # the first step is captured for its length alone
+    integers = [tuple(value for value in inputs if isinstance(value, int)) for inputs in calls]
+    widths, blocks = zip(*integers)  # and no length among them
+    tables = [addresses(inputs, lambda value: value.dtype == torch.int32) for inputs in calls]
+    arenas = [addresses(inputs, lambda value: value.dim() == 4) for inputs in calls]
+    lengths = [addresses(inputs, lambda value: value.dim() == 0) for inputs in calls]
+    assert set(widths) == {8} and changes(tables) == 0
+    assert changes(lengths) == 0 and len(lengths[0]) == 1
+    assert changes(arenas) == changes(blocks) <= stats().arena_growths - growths
+    assert stats().graph_recordings == len(set(zip(widths, arenas)))
+
+
+def test_a_table_that_grows_is_counted(calls: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(1)
+    paged_inductor.configure(block_size=8)
+    model = Decoder(SMALL, layers=1)
+    prompt = torch.randint(0, 61, (1, 120))
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    tokens, _ = generate(step, prompt, 12)
+    assert torch.equal(tokens, generate(model, prompt, 12)[0])
+    widths = [next(value for value in inputs if isinstance(value, int)) for inputs in calls]
+    assert widths == [16] * 7 + [32] * 4  # 128 tokens fill 16 blocks of 8
+    assert stats().graph_recordings >= 2
+
+
+def test_a_second_cache_is_served_by_the_first_ones_recordings(calls: list[tuple[Any, ...]]) -> None:
+    model = Decoder(SMALL, layers=1)
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    prompt = torch.randint(0, 61, (1, 20))
+    generate(step, prompt, 4)
+    recorded = stats().graph_recordings
+    tokens, _ = generate(step, prompt[:, :9], 4)
+    assert torch.equal(tokens, generate(model, prompt[:, :9], 4)[0])
+    assert stats().graph_recordings == recorded
+
+
+@pytest.mark.parametrize(
+    "form", [Form(heads_kv=4, mask="bool"), Form(layout="BSHD", gqa="expand", mask="is_causal_or_bool")], ids=str
+)
+def test_masks_that_are_proven_are_no_hindrance(form: Form, calls: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(3)
+    model = Decoder(form, layers=1)
+    prompt = torch.randint(0, 61, (2, 5))
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    assert torch.equal(generate(step, prompt, 5)[0], generate(model, prompt, 5)[0])
+    assert len(calls) == 4
+
+
+def test_several_tokens_a_step(calls: list[tuple[Any, ...]]) -> None:
+    """As in assisted decoding: the causal bound moves with the end of the cache."""
+    torch.manual_seed(4)
+    model = Decoder(Form(heads_q=2, heads_kv=1, mask="bool"), layers=1)
+    prompt = torch.randint(0, 61, (1, 21))
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    with torch.no_grad():
+        past, own = None, None
+        for tokens in prompt.split(3, 1):
+            logits, past = step(tokens, past)
+            expected, own = model(tokens, own)
+            torch.testing.assert_close(logits, expected)
+    assert len(calls) == 5
+
+
+def test_a_padded_batch_is_not_replayed_and_says_why() -> None:
+    torch.manual_seed(5)
+    model = Decoder(Form(heads_q=2, heads_kv=1, mask="bool"), layers=1)
+    prompt = torch.randint(0, 61, (2, 6))
+    padding = torch.ones(2, 12, dtype=torch.bool)
+    padding[0, :2] = False
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    (past, own), said = (None, None), "does not replay a step of model, because key needs the cache's length"
+    with torch.no_grad():
+        for i, tokens in enumerate((prompt, prompt[:, :1], prompt[:, 1:2], prompt[:, 2:3])):
+            with pytest.warns(UserWarning, match=said) if i == 2 else contextlib.nullcontext():
+                logits, past = step(tokens, past, padding)
+            expected, own = model(tokens, own, padding)
+            torch.testing.assert_close(logits, expected)
+    assert stats().graph_recordings == 0
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(Exception, match="mode='fast' is not allowed: choose one of 'default', .*'reduce-overhead'"):
+        paged_inductor.page(torch.nn.Linear(1, 1), mode="fast")
+
+
+def test_arenas_and_lengths_are_static_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Inductor would not record a step that writes to arenas, or would copy them before every replay."""
+    from torch._inductor import compile_fx
+
+    class Found(Exception):
+        pass
+
+    def inner(gm: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        static = [examples[i] for i in options["static_input_idxs"]]
+        assert [x.dim() for x in examples if isinstance(x, Tensor) and x.dtype == torch.int32] == [2, 1]
+        arenas = [x for x in static if x.dim() == 4]
+        lengths = [x for x in static if x.dim() == 0]
+        raise Found(len(arenas), len(lengths), len([x for x in static if x.dtype == torch.int32]))
+
+    def compile_with(gm: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        if not options.get("config_patches", {"triton.cudagraphs": True})["triton.cudagraphs"]:
+            return gm.forward
+        return compiler(gm, examples, **{"inner_compile": inner, **options})  # calls itself without the patches
+
+    compiler = compile_fx.compile_fx
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_with)
+    model = Decoder(SMALL, layers=2)
+    step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
+    with pytest.raises(Exception, match=re.escape("(4, 1, 0)")):
+        generate(step, torch.randint(0, 61, (1, 7)), 3)
