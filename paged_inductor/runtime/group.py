@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .numa import Nodes, touch
 from .pool import BlockPool
 from .sanitizer import Sanitizer, Stack
 from .table import Row, check_rows, register, unregister
@@ -183,13 +184,22 @@ class CacheGroup:
     arenas are neither replaced nor moved.
     """
 
-    def __init__(self, sites: tuple[SiteSpec, ...], block_size: int, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sites: tuple[SiteSpec, ...],
+        block_size: int,
+        on_death: Callable[[], None],
+        nodes: Nodes | None = None,
+    ) -> None:
+        """nodes: of a host that has several. The arenas on the CPU will be on one of them, `node`."""
+        self._nodes = nodes if sites[0].device.type == "cpu" else None
+        self.node = None if self._nodes is None else self._nodes.home()
         self.sites = sites
         self.block_size = block_size
         self.token_bytes = sum(site.token_bytes for site in sites)
         self.block_bytes = block_size * self.token_bytes
         self.pool = BlockPool(self.block_bytes)
-        self.arenas = [site.new_arena(1, block_size) for site in sites]
+        self.arenas = [self._new_arena(site, 1) for site in sites]
         self.holdings: dict[int, Holding] = {}
         self.active = 0
         self.pins: dict[int, Pin] = {}
@@ -203,6 +213,15 @@ class CacheGroup:
         """Watch the blocks from now on, or no longer."""
         if on != (self.sanitizer is not None):
             self.sanitizer = self.pool.watcher = Sanitizer(self) if on else None
+
+    def _new_arena(self, site: SiteSpec, num_blocks: int) -> torch.Tensor:
+        """An arena on the group's node, if it has one."""
+        if self._nodes is None or self.node is None:
+            return site.new_arena(num_blocks, self.block_size)
+        with self._nodes.near(self.node):
+            arena = site.new_arena(num_blocks, self.block_size)
+            touch(arena)
+        return arena
 
     def bury(self, serial: int) -> None:
         """A view died. Callable from any thread at any moment, also inside the lock: it only enqueues."""
@@ -313,7 +332,7 @@ class CacheGroup:
             for i, site in enumerate(self.sites):
                 old = self.arenas[i]
                 keep = min(old.shape[0], num_blocks)
-                new = site.new_arena(num_blocks, self.block_size)
+                new = self._new_arena(site, num_blocks)
                 with torch.inference_mode(False), torch.no_grad():
                     new[:keep].copy_(old[:keep])
                 self.arenas[i] = new

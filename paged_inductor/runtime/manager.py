@@ -23,6 +23,7 @@ from .._errors import IntegrityError, KVBudgetExceeded, SwapError
 from .budget import Budget, Preempted
 from .counters import Counters
 from .group import CacheGroup, SiteSpec, View
+from .numa import Nodes, this_host
 from .pool import Account, OutOfBlocks
 from .schedule import Schedule
 from .swap import SwapSpace, missing
@@ -46,7 +47,9 @@ class StepViews:
 class Manager:
     """Owner of all cache groups. Use the process's one from `manager()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        """nodes: of a host that has several memory nodes."""
+        self._nodes = nodes
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
@@ -119,7 +122,7 @@ class Manager:
             with self.locked():
                 group = self._groups.get(key)
                 if group is None:
-                    group = self._groups[key] = CacheGroup(sites, block_size, self._collect)
+                    group = self._groups[key] = CacheGroup(sites, block_size, self._collect, self._nodes)
                     group.sanitize(self._sanitizing)
         return group
 
@@ -352,6 +355,8 @@ class Manager:
                 group.holdings[view.serial].used = now
             self.counters.steps += 1
             self.running_steps += 1
+        if self._nodes is not None and views:
+            self._nodes.bind(views[0].group.node)
 
     def _bring_back(self, views: Sequence[View]) -> None:
         """Bring the swapped blocks of a step's views back: all of them, or none may be swapped out again meanwhile."""
@@ -361,6 +366,8 @@ class Manager:
 
     def end(self, views: Sequence[View]) -> None:
         """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""
+        if self._nodes is not None and views:
+            self._nodes.unbind()
         with self._lock:
             self.running_steps -= 1
             for view in views:
@@ -490,6 +497,6 @@ class Manager:
 @cache
 def manager() -> Manager:
     """The process's manager."""
-    made = Manager()
+    made = Manager(this_host())
     on_change(lambda options: made.sanitize(options.sanitize))
     return made
