@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -190,7 +191,8 @@ def reset_config() -> None:
     global _current
     with _lock:
         _current = None
-    _tell(config())
+    with suppress(ConfigurationError):  # a bad environment is complained about where an option is next needed
+        _tell(_from_environment())
 
 
 def on_change(listener: Callable[[Config], object]) -> None:
