@@ -14,6 +14,7 @@ from ._errors import (
     PatchError,
     PoolMismatchError,
     QuotaExceeded,
+    SanitizerError,
     SavedCacheError,
     SwapError,
     UnsupportedInputError,
@@ -21,6 +22,7 @@ from ._errors import (
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
+from .leaks import Leak, check_leaks
 from .metrics import MetricsCollector, MetricsServer, serve_metrics
 from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
@@ -40,6 +42,7 @@ __all__ = [
     "Explanation",
     "IntegrityError",
     "KVBudgetExceeded",
+    "Leak",
     "MaterializationError",
     "MetricsCollector",
     "MetricsServer",
@@ -50,6 +53,7 @@ __all__ = [
     "PatchError",
     "PoolMismatchError",
     "QuotaExceeded",
+    "SanitizerError",
     "SavedCacheError",
     "Stats",
     "StepLatency",
@@ -59,6 +63,7 @@ __all__ = [
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",
+    "check_leaks",
     "configure",
     "explain",
     "load",

@@ -8,8 +8,9 @@ id is a *swapped* block: its tokens are in another tier of memory (see `swap`), 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
-__all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota"]
+__all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota", "Watcher"]
 
 ZERO_BLOCK = 0
 
@@ -36,6 +37,16 @@ class Account:
         self.limit = limit
 
 
+class Watcher(Protocol):
+    """Is told when blocks are freed: the sanitizer."""
+
+    def freed(self, block: int) -> None:
+        """A block has just lost its last owner."""
+
+    def freed_twice(self, block: int) -> None:
+        """A block without owners is about to be released. Raises."""
+
+
 class BlockPool:
     """Allocator of block ids `1 .. capacity-1` with reference counts.
 
@@ -44,7 +55,7 @@ class BlockPool:
     Not thread-safe by itself: the caller holds the manager's lock.
     """
 
-    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped")
+    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped", "watcher")
 
     def __init__(self, block_bytes: int = 1) -> None:
         self._refs: list[int] = [1]  # the zero page holds itself
@@ -53,6 +64,7 @@ class BlockPool:
         self._swapped: dict[int, tuple[int, Account]] = {}  # owners of a swapped block, and who pays when it is back
         self.block_bytes = block_bytes
         self.account = Account()
+        self.watcher: Watcher | None = None
         self.dropped: list[int] = []  # swapped blocks without owners, for the swap space to forget
 
     @property
@@ -110,10 +122,18 @@ class BlockPool:
             self._release_swapped(block)
             return
         refs = self._refs[block] - 1
+        if refs < 0 and self.watcher is not None:
+            self.watcher.freed_twice(block)
         self._refs[block] = refs
         if refs == 0:
-            self._free.append(block)
-            self._charge(block, None)
+            self._put_back(block)
+
+    def _put_back(self, block: int) -> None:
+        """A block has no owners any more, and nobody pays for it."""
+        self._free.append(block)
+        self._charge(block, None)
+        if self.watcher is not None:
+            self.watcher.freed(block)
 
     def _release_swapped(self, block: int) -> None:
         refs, payer = self._swapped[block]
@@ -155,8 +175,7 @@ class BlockPool:
         assert payer is not None
         self._swapped[swapped] = (self._refs[block], payer)
         self._refs[block] = 0
-        self._free.append(block)
-        self._charge(block, None)
+        self._put_back(block)
 
     def reserve_for(self, swapped: int) -> int:
         """A block for the tokens of a swapped one, charged to who paid for that; raises as `allocate`."""
@@ -176,6 +195,8 @@ class BlockPool:
         self._free.append(source)
         self._refs[target], self._refs[source] = self._refs[source], 0
         self._payers[target], self._payers[source] = self._payers[source], None
+        if self.watcher is not None:
+            self.watcher.freed(source)
 
     def holes(self) -> list[int]:
         """The free blocks, lowest first."""

@@ -32,16 +32,18 @@ class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
     `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
-    of the blocks may be swapped.
+    of the blocks may be swapped. `stamps` are the blocks' generations from when they were put here, as far as the
+    sanitizer noted them; None without one.
     """
 
-    __slots__ = ("away", "blocks", "length", "live")
+    __slots__ = ("away", "blocks", "length", "live", "stamps")
 
     def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
         self.blocks = blocks
         self.length = length
         self.away = away
         self.live: dict[int, int] = {}
+        self.stamps: list[int] | None = None
 
 
 def register(row: Row, length: int) -> None:
@@ -62,6 +64,8 @@ def unregister(row: Row, length: int, pool: BlockPool, block_size: int) -> None:
         row.length = longest = max(live) if live else 0
         keep = -(-longest // block_size)
         blocks = row.blocks
+        if row.stamps is not None:
+            del row.stamps[keep:]
         while len(blocks) > keep:
             pool.release(blocks.pop())
 
