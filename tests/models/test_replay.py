@@ -10,6 +10,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_inductor
 from paged_inductor import PagedTensor, program, stats
+from paged_inductor.replay import Replay
 
 from .zoo import Decoder, Form, generate
 
@@ -199,3 +201,23 @@ def test_arenas_and_lengths_are_static_for_inductor(monkeypatch: pytest.MonkeyPa
     step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
     with pytest.raises(Exception, match=re.escape("(4, 1, 0)")):
         generate(step, torch.randint(0, 61, (1, 7)), 3)
+
+
+def test_threads_have_lengths_of_their_own(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one thread's step could read the other's length, and CUDA graphs are recorded per thread."""
+    made: list[Replay] = []
+    create = Replay.__init__
+
+    def kept(self: Replay, state: Any) -> None:
+        made.append(self)
+        create(self, state)
+
+    monkeypatch.setattr(Replay, "__init__", kept)
+    step = torch.compile(Decoder(SMALL, layers=1), backend="paged_inductor", options=MODE)
+    generate(step, torch.randint(0, 61, (1, 7)), 3)
+    (replay,) = made
+    with ThreadPoolExecutor(1) as threads:
+        elsewhere = threads.submit(replay._buffers).result()
+    (mine,), (other,) = replay._buffers().values(), elsewhere.values()
+    assert mine.data_ptr() != other.data_ptr()
+    assert int(mine) == 9  # tokens before the last step
