@@ -74,6 +74,16 @@ def test_the_order_of_rows_and_rows_that_repeat_change_nothing() -> None:
     assert torch.equal(again, out[rows])
 
 
+def test_the_number_of_splits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = build([100, 33])
+    q = batch.queries(2, 1)
+    options = {"scale": 0.3, "deterministic": True, "allocate": poisoned}
+    out = kernels.attention(q, *batch.pages, **options)
+    for count in (16, 32):
+        monkeypatch.setattr(ordered, "num_splits", lambda problem, count=count: count)
+        assert torch.equal(kernels.attention(q, *batch.pages, **options), out)
+
+
 def test_a_mask_is_obeyed() -> None:
     batch = build([40, 90])
     q = batch.queries(2, 2)
