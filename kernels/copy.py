@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from .arguments import pointer
 from .common import load_block_ids
 from .launch import INTERPRETED, Allocator, Launch
-from .problem import pointer
 
 TILE_ELEMENTS = 4096
 WORD_BYTES = 8  # divides every block: of 8 slots at least

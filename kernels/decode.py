@@ -1,18 +1,15 @@
 """Split-KV decode attention: each program reads a share of one row's pages, a second kernel merges."""
 
-from dataclasses import dataclass
-from typing import Self
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import autotune, configs, ordered, prefill
+from .arguments import kernel_arguments
 from .attend import attend_packed, unpack_rows
 from .launch import Allocator, Launch, LaunchConfig, device_limits
-from .merge import MERGE_TILE, merge_kernel
-from .problem import AttentionProblem, pointer
+from .merge import Partials, plan_merge
+from .problem import AttentionProblem
 
 MAX_QUERIES = 16
 
@@ -186,33 +183,6 @@ def decode_kernel(
     tl.store(partial_sum_ptr + flat, row_sum, mask=row_mask)
 
 
-@dataclass(frozen=True)
-class Partials:
-    """Scratch of a split call: each split's normalised output, with its softmax's maximum and sum, of every row."""
-
-    num_splits: int
-    num_rows: int
-    values: Tensor
-    maxima: Tensor
-    sums: Tensor
-
-    @classmethod
-    def allocate(cls, problem: AttentionProblem, num_splits: int, allocate: Allocator) -> Self:
-        """Room for `num_splits` partial results of every packed row of every KV head and batch row."""
-        rows = problem.batch * problem.num_kv_heads * problem.packed_rows
-        new = {"dtype": torch.float32, "device": problem.q.device}
-        values = allocate((rows, num_splits, problem.v_head_dim), **new)
-        return cls(num_splits, rows, values, allocate((rows, num_splits), **new), allocate((rows, num_splits), **new))
-
-    def arguments(self) -> dict[str, object]:
-        """By the kernels' parameter names."""
-        return {
-            "partial_ptr": self.values,
-            "partial_max_ptr": self.maxima,
-            "partial_sum_ptr": self.sums,
-        }
-
-
 def plan(
     problem: AttentionProblem,
     out: Tensor,
@@ -245,7 +215,7 @@ def plan_pass(
 ) -> Launch:
     """The launch that fills the splits from `first_split` on; over the shared prefix, or all that is not shared."""
     rows = problem.packed_rows * problem.batch if prefix else problem.packed_rows
-    arguments = problem.kernel_arguments() | partials.arguments()
+    arguments = kernel_arguments(problem) | partials.arguments()
     arguments |= {
         "batch_size": problem.batch,
         "prefix_len": problem.shared_prefix,
@@ -263,22 +233,6 @@ def plan_pass(
     num_tiles = triton.cdiv(rows, config.tile_m) * (1 if prefix else problem.batch)
     grid = (num_tiles * problem.num_kv_heads, num_splits)
     return Launch(decode_kernel, grid, arguments, config.num_warps, config.num_stages)
-
-
-def plan_merge(problem: AttentionProblem, partials: Partials, out: Tensor, in_order: bool = False) -> Launch:
-    """The launch that merges all splits into `out`; in_order: one by one."""
-    arguments = problem.kernel_arguments()
-    shared = ("num_kv_heads", "packed_rows", "GROUP", "V_HEAD_DIM", "HAS_BIAS")
-    merge = {name: arguments[name] for name in shared} | partials.arguments()
-    merge |= pointer("out", out, ("batch", "head", "query", "dim"))
-    if in_order:
-        merge |= {"TILE_DV": MERGE_TILE, "num_splits": partials.num_splits}
-    else:
-        tile_splits = triton.next_power_of_2(partials.num_splits)
-        merge |= {"TILE_DV": MERGE_TILE, "NUM_SPLITS": partials.num_splits, "TILE_SPLITS": tile_splits}
-    kernel = ordered.merge_in_order_kernel if in_order else merge_kernel
-    grid = (partials.num_rows, triton.cdiv(problem.v_head_dim, MERGE_TILE))
-    return Launch(kernel, grid, merge, num_warps=2)
 
 
 def decode(

@@ -1,9 +1,18 @@
-"""The second kernel of a split attention: partial softmaxes become one."""
+"""Partial softmaxes of a split attention, and the kernel that makes one of them."""
 
+from dataclasses import dataclass
+from typing import Self
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from . import ordered
+from .arguments import kernel_arguments, pointer
 from .common import exponential, finite_max
+from .launch import Allocator, Launch
+from .problem import AttentionProblem
 
 MERGE_TILE = 64
 
@@ -48,3 +57,46 @@ def merge_kernel(
     head = kv_head * GROUP + row % GROUP
     out_ptrs = out_ptr + batch * out_batch_stride + head * out_head_stride + row // GROUP * out_query_stride
     tl.store(out_ptrs + dv_offs * out_dim_stride, out.to(out_ptr.dtype.element_ty), mask=dv_mask)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Scratch of a split call: each split's normalised output, with its softmax's maximum and sum, of every row."""
+
+    num_splits: int
+    num_rows: int
+    values: Tensor
+    maxima: Tensor
+    sums: Tensor
+
+    @classmethod
+    def allocate(cls, problem: AttentionProblem, num_splits: int, allocate: Allocator) -> Self:
+        """Room for `num_splits` partial results of every packed row of every KV head and batch row."""
+        rows = problem.batch * problem.num_kv_heads * problem.packed_rows
+        new = {"dtype": torch.float32, "device": problem.q.device}
+        values = allocate((rows, num_splits, problem.v_head_dim), **new)
+        return cls(num_splits, rows, values, allocate((rows, num_splits), **new), allocate((rows, num_splits), **new))
+
+    def arguments(self) -> dict[str, object]:
+        """By the kernels' parameter names."""
+        return {
+            "partial_ptr": self.values,
+            "partial_max_ptr": self.maxima,
+            "partial_sum_ptr": self.sums,
+        }
+
+
+def plan_merge(problem: AttentionProblem, partials: Partials, out: Tensor, in_order: bool = False) -> Launch:
+    """The launch that merges all splits into `out`; in_order: one by one."""
+    arguments = kernel_arguments(problem)
+    shared = ("num_kv_heads", "packed_rows", "GROUP", "V_HEAD_DIM", "HAS_BIAS")
+    merge = {name: arguments[name] for name in shared} | partials.arguments()
+    merge |= pointer("out", out, ("batch", "head", "query", "dim"))
+    if in_order:
+        merge |= {"TILE_DV": MERGE_TILE, "num_splits": partials.num_splits}
+    else:
+        tile_splits = triton.next_power_of_2(partials.num_splits)
+        merge |= {"TILE_DV": MERGE_TILE, "NUM_SPLITS": partials.num_splits, "TILE_SPLITS": tile_splits}
+    kernel = ordered.merge_in_order_kernel if in_order else merge_kernel
+    grid = (partials.num_rows, triton.cdiv(problem.v_head_dim, MERGE_TILE))
+    return Launch(kernel, grid, merge, num_warps=2)

@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import autotune, configs
+from .arguments import kernel_arguments, pointer
 from .attend import attend_packed
 from .launch import Launch, LaunchConfig, device_limits
-from .problem import AttentionProblem, pointer
+from .problem import AttentionProblem
 
 
 @triton.jit(do_not_specialize=["kv_len", "extent", "causal_offset", "window"])
@@ -177,7 +178,7 @@ def prefill_kernel(
 def plan(problem: AttentionProblem, out: Tensor, config: LaunchConfig) -> Launch:
     """The launch that writes `out` [B, H_q, Q, Dv]."""
     num_tiles = triton.cdiv(problem.packed_rows, config.tile_m)
-    arguments = problem.kernel_arguments() | pointer("out", out, ("batch", "head", "query", "dim"))
+    arguments = kernel_arguments(problem) | pointer("out", out, ("batch", "head", "query", "dim"))
     arguments |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n}
     grid = (num_tiles * problem.num_kv_heads * problem.batch,)
     return Launch(prefill_kernel, grid, arguments, config.num_warps, config.num_stages)

@@ -1,6 +1,5 @@
 """One attention call, checked: what both attention kernels and the twin are built from."""
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ from torch import Tensor
 from . import autotune, checks
 from .errors import KernelInputError, KernelTypeError
 from .launch import device_limits
-
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -127,59 +124,6 @@ class AttentionProblem:
             self.k_arena.dtype,
             autotune.bucket(self.shared_prefix, 1, 32768) if self.shared_prefix else 0,
         )
-
-    def kernel_arguments(self) -> dict[str, object]:
-        """Arguments that the decode and the prefill kernel share, by parameter name."""
-        base = 1.0 if self.has_bias else LOG2E
-        arguments: dict[str, object] = {
-            "block_table_ptr": self.block_table,
-            "table_batch_stride": self.block_table.stride(0),
-            "table_block_stride": self.block_table.stride(1),
-            "seq_lens_ptr": self.seq_lens,
-            "kv_len": self.kv_len,
-            "extent": self.extent,
-            "score_scale": self.scale / self.softcap if self.softcap else self.scale * base,
-            "softcap": (self.softcap or 0.0) * base,
-            "slopes_ptr": self.slopes,
-            "sinks_ptr": self.sinks,
-            "causal_offset": self.query_offset,
-            "window": self.window or 0,
-            "chunk": self.chunk or 0,
-            "num_kv_heads": self.num_kv_heads,
-            "packed_rows": self.packed_rows,
-            "GROUP": self.group,
-            "HEAD_DIM": self.head_dim,
-            "V_HEAD_DIM": self.v_head_dim,
-            "BLOCK_SIZE": self.k_arena.shape[2],
-            "TILE_D": self.head_tiles[0],
-            "TILE_E": self.head_tiles[1],
-            "TILE_DV": self.value_tile,
-            "IS_CAUSAL": self.causal_offset is not None,
-            "HAS_WINDOW": self.window is not None,
-            "HAS_CHUNK": self.chunk is not None,
-            "HAS_MASK": self.mask is not None,
-            "HAS_BIAS": self.has_bias,
-            "HAS_ZEROS": self.mask is not None and self.extent < self.kv_len,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "HAS_ALIBI": self.slopes is not None,
-            "HAS_SINKS": self.sinks is not None,
-            "HAS_SCALES": self.k_scales is not None,
-            "V_IS_K": self.v_is_k,
-        }
-        arguments |= pointer("q", self.q, ("batch", "head", "query", "dim"))
-        arguments |= pointer("k_arena", self.k_arena, ("block", "head", "slot", "dim"))
-        arguments |= pointer("v_arena", self.v_arena, ("block", "head", "slot", "dim"))
-        arguments |= pointer("k_scales", self.k_scales, ("block", "head", "slot"))
-        arguments |= pointer("v_scales", self.v_scales, ("block", "head", "slot"))
-        mask = self.mask.view(torch.uint8) if self.mask is not None and not self.has_bias else self.mask
-        arguments |= pointer("mask", mask, ("batch", "head", "query", "key"))
-        return arguments
-
-
-def pointer(name: str, value: Tensor | None, dims: tuple[str, ...]) -> dict[str, object]:
-    """`{name}_ptr` and a `{name}_{dim}_stride` per dim; an absent tensor has no pointer and zero strides."""
-    strides = value.stride() if value is not None else (0,) * len(dims)
-    return {f"{name}_ptr": value, **{f"{name}_{dim}_stride": s for dim, s in zip(dims, strides, strict=True)}}
 
 
 def head_tiles(head_dim: int) -> tuple[int, int]:

@@ -7,8 +7,9 @@ as many rows as a tensor core takes. Both passes leave partial softmaxes, which 
 from torch import Tensor
 
 from . import autotune, configs
-from .decode import Partials, plan_merge, plan_pass
+from .decode import plan_pass
 from .launch import Allocator, Launch, LaunchConfig, device_limits
+from .merge import Partials, plan_merge
 from .problem import AttentionProblem
 
 

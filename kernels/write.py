@@ -5,9 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
+from .arguments import pointer
 from .common import load_block_ids, quantized
 from .launch import INTERPRETED, Launch
-from .problem import pointer
 
 TILE_ELEMENTS = 4096
 
