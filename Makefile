@@ -53,8 +53,9 @@ format: $(VENV)/.dev ## what lint can repair by itself
 fuzz: $(VENV)/.dev ## the property tests with many more examples (hours)
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/runtime tests/tensor tests/ops tests/passes tests/kernels
 
-kernels: $(VENV)/.dev ## every tuning candidate of every kernel, compiled ahead of time for several GPUs (minutes)
+kernels: $(VENV)/.dev ## every tuning candidate of every kernel, compiled ahead of time for several GPUs; docs/kernels.md
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q tests/kernels/test_kernel_aot.py
+	$(BIN)/python -m benchmarks.kernel_table
 
 bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour, on a quiet machine)
 	$(BIN)/python -m benchmarks.attention_cpu

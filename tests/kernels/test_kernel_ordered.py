@@ -42,8 +42,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(
 ) -> None:
     batch = build(seq_lens, heads=1, dtype=dtype)
     q = batch.queries(group, q_len)
-    causal_offset, window = data.draw(visibilities(batch.kv_len, q_len))
-    variant = {"scale": 0.3, "causal_offset": causal_offset, "window": window, **data.draw(score_options(q.shape[1]))}
+    variant = {"scale": 0.3, **data.draw(visibilities(batch.kv_len, q_len)), **data.draw(score_options(q.shape[1]))}
     together = kernels.attention(q, *batch.pages, **variant, deterministic=True, allocate=poisoned)
     assert_close(together, reference.attention(q, *batch.pages, **variant, compute_dtype=torch.float64))
     for row in range(len(seq_lens)):
