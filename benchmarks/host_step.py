@@ -68,7 +68,7 @@ def program_of(layers: int, rows: int, context: int) -> tuple[PagedProgram, list
 def measure(layers: int, rows: int, context: int, steps: int) -> dict[str, Any]:
     program, args = program_of(layers, rows, context)
     positions = [position for plan in program._plans for position, _ in plan.inputs]
-    outputs = [position for plan in program._plans for position, _ in plan.outputs]
+    outputs = [output.position for plan in program._plans for output in plan.outputs]
     dense = tuple(torch.zeros(1) for _ in program._dense_outputs)
     program._run = lambda *inputs: dense
     times = []

@@ -15,6 +15,7 @@ from ._errors import (
     PoolMismatchError,
     PrefixError,
     QuotaExceeded,
+    SanitizerError,
     SavedCacheError,
     SwapError,
     UnsupportedInputError,
@@ -22,6 +23,7 @@ from ._errors import (
 )
 from .backend import paged_inductor as _backend
 from .explain import Explanation, explain
+from .leaks import Leak, check_leaks
 from .metrics import MetricsCollector, MetricsServer, serve_metrics
 from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
@@ -42,6 +44,7 @@ __all__ = [
     "Explanation",
     "IntegrityError",
     "KVBudgetExceeded",
+    "Leak",
     "MaterializationError",
     "MetricsCollector",
     "MetricsServer",
@@ -53,6 +56,7 @@ __all__ = [
     "PoolMismatchError",
     "PrefixError",
     "QuotaExceeded",
+    "SanitizerError",
     "SavedCacheError",
     "Stats",
     "StepLatency",
@@ -62,6 +66,7 @@ __all__ = [
     "UnsupportedInputError",
     "VerificationError",
     "check_integrity",
+    "check_leaks",
     "configure",
     "explain",
     "load",

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "Config",
     "config",
     "configure",
+    "on_change",
     "parse_bytes",
     "require_block_size",
     "require_bool",
@@ -44,6 +46,7 @@ class Config:
         folder.
     metrics_port: where to answer Prometheus' scrapes on this machine, from the first compiled graph on; None: nowhere.
         See `serve_metrics`.
+    sanitize: debug mode: freed blocks are overwritten, every access is checked, and leaks are reported at exit (slow).
     deterministic: on GPUs, the attention of a row depends on that row alone, to the bit, and not on what else is in its
         batch (with a mask that was not proven, on the logical length, too). On the CPU this holds for one query anyhow,
         and not for several. It says nothing of a model's other layers: matrix products may depend on the batch size.
@@ -57,6 +60,7 @@ class Config:
     swap_disk: int = 0
     swap_dir: str | None = None
     metrics_port: int | None = None
+    sanitize: bool = False
     deterministic: bool = False
     triton_on_cpu: bool = False
 
@@ -131,6 +135,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "swap_dir": lambda value: None if value is None else _require_folder(value),
     "on_materialize": lambda value: require_choice("on_materialize", value, MATERIALIZE_CHOICES),
     "metrics_port": lambda value: None if value is None else require_port(value),
+    "sanitize": lambda value: require_bool("sanitize", value),
     "deterministic": lambda value: require_bool("deterministic", value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
@@ -149,6 +154,7 @@ def _from_environment() -> Config:
 
 
 _lock = threading.Lock()
+_listeners: list[Callable[[Config], object]] = []
 _current: Config | None = None
 
 
@@ -175,8 +181,9 @@ def configure(**options: Any) -> Config:
     parsed = {name: _PARSERS[name](value) for name, value in options.items()}
     current = config()
     with _lock:
-        _current = replace(current, **parsed)
-        return _current
+        _current = changed = replace(current, **parsed)
+    _tell(changed)
+    return changed
 
 
 def reset_config() -> None:
@@ -184,3 +191,16 @@ def reset_config() -> None:
     global _current
     with _lock:
         _current = None
+    with suppress(ConfigurationError):  # a bad environment is complained about where an option is next needed
+        _tell(_from_environment())
+
+
+def on_change(listener: Callable[[Config], object]) -> None:
+    """Call `listener` with the options in force: now, and whenever they change."""
+    _listeners.append(listener)
+    listener(config())
+
+
+def _tell(options: Config) -> None:
+    for listener in _listeners:
+        listener(options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "ConfigurationError",
     "IntegrityError",
@@ -13,6 +15,7 @@ __all__ = [
     "PoolMismatchError",
     "PrefixError",
     "QuotaExceeded",
+    "SanitizerError",
     "SavedCacheError",
     "SwapError",
     "UnsupportedInputError",
@@ -79,6 +82,18 @@ class QuotaExceeded(KVBudgetExceeded):
 
 class SavedCacheError(PagedInductorError, ValueError):
     """A cache cannot be saved as it is, or a file holds no cache that can be loaded here. Nothing was changed."""
+
+
+class SanitizerError(PagedInductorError, AssertionError):
+    """The sanitizer found a block that is used after it was freed, freed twice, or never freed.
+
+    The message names the block, its generations and the stacks. But for leaks, it is a bug of this package or of code
+    that changes its books: please report it with the message. `leaks`: the caches that are alive, if that is the fault.
+    """
+
+    def __init__(self, message: str, leaks: Sequence[object] = ()):
+        super().__init__(message)
+        self.leaks = leaks
 
 
 class SwapError(PagedInductorError, RuntimeError):

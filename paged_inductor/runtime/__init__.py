@@ -3,16 +3,16 @@
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
 <- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
 there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
-copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `sharing` (rows of equal tokens, and
+copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `lending` (rows of equal tokens, and
 `prefixes`, which names and finds their blocks).
 """
 
 from .budget import Preempted
 from .group import CacheGroup, SiteSpec, View
+from .lending import Policy, Tokens, lend, settle
 from .manager import Manager, StepViews, manager
 from .prefixes import RowNames
 from .schedule import Schedule
-from .sharing import Policy, Tokens, lend, settle
 from .table import Row
 
 __all__ = [

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .numa import Nodes, touch
 from .pool import BlockPool
+from .sanitizer import Sanitizer, Stack
 from .table import Row, check_rows, register, unregister
 from .tenants import Tenant
 
@@ -70,6 +72,7 @@ class Holding:
     label: str
     tenant: Tenant
     used: int = 0  # when a step last used it: a number that grows
+    stack: Stack | None = None  # where it was made, if the sanitizer was on
 
 
 @dataclass(slots=True)
@@ -151,6 +154,8 @@ class View:
         self.children: dict[Hashable, list[weakref.ref[View]]] | None = None
         self.taken: set[int] = set()
         group.holdings[self.serial] = Holding(rows, lengths, label, self.tenant)
+        if group.sanitizer is not None:
+            group.sanitizer.made(self)
 
     def __del__(self) -> None:
         self.group.bury(self.serial)
@@ -179,20 +184,44 @@ class CacheGroup:
     arenas are neither replaced nor moved.
     """
 
-    def __init__(self, sites: tuple[SiteSpec, ...], block_size: int, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sites: tuple[SiteSpec, ...],
+        block_size: int,
+        on_death: Callable[[], None],
+        nodes: Nodes | None = None,
+    ) -> None:
+        """nodes: of a host that has several. The arenas on the CPU will be on one of them, `node`."""
+        self._nodes = nodes if sites[0].device.type == "cpu" else None
+        self.node = None if self._nodes is None else self._nodes.home()
         self.sites = sites
         self.block_size = block_size
         self.token_bytes = sum(site.token_bytes for site in sites)
         self.block_bytes = block_size * self.token_bytes
         self.pool = BlockPool(self.block_bytes)
-        self.arenas = [site.new_arena(1, block_size) for site in sites]
+        self.arenas = [self._new_arena(site, 1) for site in sites]
         self.holdings: dict[int, Holding] = {}
         self.active = 0
         self.pins: dict[int, Pin] = {}
         self.epoch = 0  # counts the occasions on which blocks moved
         self.resizing = False
+        self.sanitizer: Sanitizer | None = None
         self._graveyard: deque[int] = deque()
         self._on_death = on_death
+
+    def sanitize(self, on: bool) -> None:
+        """Watch the blocks from now on, or no longer."""
+        if on != (self.sanitizer is not None):
+            self.sanitizer = self.pool.watcher = Sanitizer(self) if on else None
+
+    def _new_arena(self, site: SiteSpec, num_blocks: int) -> torch.Tensor:
+        """An arena on the group's node, if it has one."""
+        if self._nodes is None or self.node is None:
+            return site.new_arena(num_blocks, self.block_size)
+        with self._nodes.near(self.node):
+            arena = site.new_arena(num_blocks, self.block_size)
+            touch(arena)
+        return arena
 
     def bury(self, serial: int) -> None:
         """A view died. Callable from any thread at any moment, also inside the lock: it only enqueues."""
@@ -245,7 +274,11 @@ class CacheGroup:
         """Let every row see other blocks in the place of those in `renamed`; tables made before are stale then."""
         self.epoch += 1
         for row in self.live_rows():
-            row.blocks[:] = [renamed.get(block, block) for block in row.blocks]
+            before = row.blocks[:]
+            row.blocks[:] = [renamed.get(block, block) for block in before]
+            row.away = any(block < 0 for block in row.blocks)
+            if self.sanitizer is not None:
+                self.sanitizer.renamed(row, before, renamed)
 
     def compact_and_shrink(self) -> int:
         """Move the last blocks into the first free ones, and give the arenas' ends back; returns the blocks given back.
@@ -276,6 +309,8 @@ class CacheGroup:
         view.rows, view.lengths, view.schedule = rows, lengths, None
         holding = self.holdings[view.serial]
         holding.rows, holding.lengths = rows, lengths
+        if self.sanitizer is not None:
+            self.sanitizer.stamp(rows)
         for row, seen in before:
             unregister(row, seen, self.pool, self.block_size)
 
@@ -285,6 +320,8 @@ class CacheGroup:
         view.rows = (*view.rows[:position], row, *view.rows[position + 1 :])
         self.holdings[view.serial].rows = view.rows
         view.schedule = None
+        if self.sanitizer is not None:
+            self.sanitizer.stamp((row,))
 
     def resize(self, num_blocks: int) -> None:
         """Replace the arenas by ones of `num_blocks` blocks, one site at a time; the pool's ids must fit both.
@@ -296,7 +333,7 @@ class CacheGroup:
             for i, site in enumerate(self.sites):
                 old = self.arenas[i]
                 keep = min(old.shape[0], num_blocks)
-                new = site.new_arena(num_blocks, self.block_size)
+                new = self._new_arena(site, num_blocks)
                 with torch.inference_mode(False), torch.no_grad():
                     new[:keep].copy_(old[:keep])
                 self.arenas[i] = new
@@ -308,8 +345,11 @@ class CacheGroup:
 
     def grow(self, capacity: int) -> None:
         """Have `capacity` blocks in the arenas and in the pool. Obligation: `active == 0`."""
+        before = self.pool.capacity
         self.resize(capacity)
         self.pool.grow(capacity)
+        if self.sanitizer is not None:
+            self.sanitizer.poison(range(before, capacity))
 
     def shrink(self) -> int:
         """Give back the free blocks at the arenas' end; returns the number of blocks given back."""
@@ -335,8 +375,12 @@ class CacheGroup:
                 register(row, length)
         for row in rows:
             row.length = max(row.live)
-            del row.blocks[-(-row.length // self.block_size) :]
+            keep = -(-row.length // self.block_size)
+            del row.blocks[keep:]
+            if row.stamps is not None:
+                del row.stamps[keep:]
         pool = BlockPool(self.block_bytes)
+        pool.watcher = self.sanitizer
         pool.grow(min(arena.shape[0] for arena in self.arenas))
         for tenant, blocks in self._blocks_by_tenant().items():
             pool.account = tenant

@@ -10,7 +10,7 @@ keep arenas in place; growing or trimming a group's arenas waits until none of i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,10 +18,12 @@ from itertools import count
 from threading import get_ident
 from typing import TypeVar
 
+from .._config import on_change
 from .._errors import IntegrityError, KVBudgetExceeded, SwapError
 from .budget import Budget, Preempted
 from .counters import Counters
 from .group import CacheGroup, SiteSpec, View
+from .numa import Nodes, this_host
 from .pool import Account, OutOfBlocks
 from .schedule import Schedule
 from .swap import SwapSpace, missing
@@ -45,12 +47,15 @@ class StepViews:
 class Manager:
     """Owner of all cache groups. Use the process's one from `manager()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        """nodes: of a host that has several memory nodes."""
+        self._nodes = nodes
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
         self.running_steps = 0
+        self._sanitizing = False
         self.tenants = Tenants()
         self.swap = SwapSpace(self.counters)
         self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
@@ -117,7 +122,8 @@ class Manager:
             with self.locked():
                 group = self._groups.get(key)
                 if group is None:
-                    group = self._groups[key] = CacheGroup(sites, block_size, self._collect)
+                    group = self._groups[key] = CacheGroup(sites, block_size, self._collect, self._nodes)
+                    group.sanitize(self._sanitizing)
         return group
 
     @property
@@ -211,6 +217,8 @@ class Manager:
         copies: list[tuple[int, int]] = []
         changes: list[tuple[int, int, int]] = []
         tenant = self.tenants.entered() or (parent.tenant if parent else self.tenants.current())
+        if self._sanitizing and parent is not None:
+            self._check((parent,))
         skips = [max(0, seen - length) // block_size for seen in lengths]  # blocks of which `length` leaves nothing
 
         def attempt() -> tuple[tuple[Row, ...], tuple[int, ...]]:
@@ -278,6 +286,8 @@ class Manager:
         """
         size = group.block_size
         with self.locked():
+            if self._sanitizing:
+                self._check({view for members, _, _ in places for view, _ in members})
             tasks = separations(places, group.pool, size)
             if not tasks:
                 return None
@@ -334,6 +344,8 @@ class Manager:
                     for view in views:
                         view.group.unpin(view)
                     raise
+            if self._sanitizing:
+                self._check(views)
             now = next(self._clock)
             for view in views:
                 group = view.group
@@ -343,6 +355,8 @@ class Manager:
                 group.holdings[view.serial].used = now
             self.counters.steps += 1
             self.running_steps += 1
+        if self._nodes is not None and views:
+            self._nodes.bind(views[0].group.node)
 
     def _bring_back(self, views: Sequence[View]) -> None:
         """Bring the swapped blocks of a step's views back: all of them, or none may be swapped out again meanwhile."""
@@ -352,6 +366,8 @@ class Manager:
 
     def end(self, views: Sequence[View]) -> None:
         """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""
+        if self._nodes is not None and views:
+            self._nodes.unbind()
         with self._lock:
             self.running_steps -= 1
             for view in views:
@@ -364,6 +380,9 @@ class Manager:
             if self._budget.waiting or any(view.group.resizing for view in views):
                 self._idle.notify_all()
         self._collect()
+        if self._sanitizing:
+            with self.locked():
+                self._check(views)
 
     @contextmanager
     def using(self, *views: View) -> Iterator[None]:
@@ -390,7 +409,28 @@ class Manager:
         if schedule is None or schedule.epoch != view.group.epoch:
             with self.locked():
                 schedule = view.schedule = Schedule(view)
+        if self._sanitizing:
+            with self.locked():
+                self._check((view,))
         return schedule
+
+    # -- debug mode ------------------------------------------------------------------------------------------
+
+    def sanitize(self, on: bool) -> None:
+        """Watch every block from now on, or no longer. Waits for running steps."""
+        with self.locked():
+            if on != self._sanitizing:
+                self._sanitizing = on
+                for group in self._groups.values():
+                    with self._budget.resizing(group):
+                        group.sanitize(on)
+
+    @staticmethod
+    def _check(views: Iterable[View]) -> None:
+        """Have the sanitizer prove that what a step reads is alive. Raises `SanitizerError`."""
+        for view in views:
+            if view.group.sanitizer is not None:
+                view.group.sanitizer.check(view)
 
     # -- books -----------------------------------------------------------------------------------------------
 
@@ -459,4 +499,6 @@ class Manager:
 @cache
 def manager() -> Manager:
     """The process's manager."""
-    return Manager()
+    made = Manager(this_host())
+    on_change(lambda options: made.sanitize(options.sanitize))
+    return made

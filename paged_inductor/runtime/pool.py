@@ -9,10 +9,11 @@ that loses its last owner but has a name in the `index` is *cached*: neither fre
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from .prefixes import PrefixIndex
 
-__all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota"]
+__all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota", "Watcher"]
 
 ZERO_BLOCK = 0
 
@@ -39,6 +40,16 @@ class Account:
         self.limit = limit
 
 
+class Watcher(Protocol):
+    """Is told when blocks are freed: the sanitizer."""
+
+    def freed(self, block: int) -> None:
+        """A block has just lost its last owner."""
+
+    def freed_twice(self, block: int) -> None:
+        """A block without owners is about to be released. Raises."""
+
+
 class BlockPool:
     """Allocator of block ids `1 .. capacity-1` with reference counts.
 
@@ -47,7 +58,7 @@ class BlockPool:
     Not thread-safe by itself: the caller holds the manager's lock.
     """
 
-    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped", "index")
+    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped", "index", "watcher")
 
     def __init__(self, block_bytes: int = 1) -> None:
         self._refs: list[int] = [1]  # the zero page holds itself
@@ -57,6 +68,7 @@ class BlockPool:
         self.block_bytes = block_bytes
         self.account = Account()
         self.index = PrefixIndex()
+        self.watcher: Watcher | None = None
         self.dropped: list[int] = []  # swapped blocks without owners, for the swap space to forget
 
     @property
@@ -115,11 +127,21 @@ class BlockPool:
             self._release_swapped(block)
             return
         refs = self._refs[block] - 1
+        if refs < 0 and self.watcher is not None:
+            self.watcher.freed_twice(block)
         self._refs[block] = refs
         if refs == 0:
-            self._charge(block, None)
-            if not self.index.park(block):
-                self._free.append(block)
+            if self.index.park(block):
+                self._charge(block, None)
+            else:
+                self._put_back(block)
+
+    def _put_back(self, block: int) -> None:
+        """A block has no owners any more, and nobody pays for it."""
+        self._free.append(block)
+        self._charge(block, None)
+        if self.watcher is not None:
+            self.watcher.freed(block)
 
     def share(self, block: int, common: Account) -> None:
         """Add an owner, on behalf of `account`, to a named block. It pays if nobody does; if another account does,
@@ -143,7 +165,7 @@ class BlockPool:
             block = self.index.evict()
             if block is None:
                 return done
-            self._free.append(block)
+            self._put_back(block)
         return count
 
     def forget_names(self) -> None:
@@ -192,8 +214,7 @@ class BlockPool:
         self._swapped[swapped] = (self._refs[block], payer)
         self.index.forget(block)
         self._refs[block] = 0
-        self._free.append(block)
-        self._charge(block, None)
+        self._put_back(block)
 
     def reserve_for(self, swapped: int) -> int:
         """A block for the tokens of a swapped one, charged to who paid for that; raises as `allocate`."""
@@ -214,6 +235,8 @@ class BlockPool:
         self._refs[target], self._refs[source] = self._refs[source], 0
         self._payers[target], self._payers[source] = self._payers[source], None
         self.index.move(source, target)
+        if self.watcher is not None:
+            self.watcher.freed(source)
 
     def holes(self) -> list[int]:
         """The free blocks, lowest first."""

@@ -96,6 +96,10 @@ class Schedule:
         where, what = sent.view(2, -1)
         self.block_table.view(-1).index_copy_(0, where, what.to(torch.int32))
 
+    def blocks(self, row: int) -> Sequence[int]:
+        """A row's table entries, the spare ones included."""
+        return self._table[row * self._width : (row + 1) * self._width]
+
     def advance(self, count: int, changes: Sequence[tuple[int, int, int]]) -> None:
         """Every row got `count` tokens longer; for (i, j, block) in `changes`, entry `j` of row `i` became `block`."""
         lens = self._lens

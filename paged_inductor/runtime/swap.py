@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from .group import CacheGroup, SiteSpec
 from .memory import free_bytes
 from .pool import Account
 from .table import Row
-from .tiers import DiskTier, Extent, HostTier, Tier, TierFull
+from .tiers import DiskTier, Extent, HostTier, Part, Tier, TierFull
 
 __all__ = ["SwapSpace", "missing"]
 
@@ -34,7 +35,7 @@ class _Piece(NamedTuple):
 
 def missing(rows: Iterable[Row]) -> list[int]:
     """The swapped blocks of some rows, each once."""
-    return list(dict.fromkeys(block for row in rows for block in row.blocks if block < 0))
+    return list(dict.fromkeys(block for row in rows if row.away for block in row.blocks if block < 0))
 
 
 class SwapSpace:
@@ -92,16 +93,13 @@ class SwapSpace:
         tiers = self._available(on_cpu)
         if not tiers:
             return None
-        try:
-            tensors = [_gathered(site, arena, blocks) for site, arena in zip(group.sites, group.arenas)]
-        except (MemoryError, torch.OutOfMemoryError):
-            return None
-        size = sum(tensor.nbytes for tensor in tensors)
+        parts = [_part(site, arena, blocks) for site, arena in zip(group.sites, group.arenas)]
+        size = sum(part.size(len(blocks)) for part in parts)
         for i, tier in enumerate(tiers):
             if tier.used + size > tier.limit:
                 self._demote(tier, size, tiers[i + 1 :])
             try:
-                return tier.store(tensors)
+                return tier.store(parts, len(blocks), pinned=not on_cpu)
             except TierFull:
                 continue
         return None
@@ -125,8 +123,10 @@ class SwapSpace:
                 return
             ids = sorted(self._blocks[extent], key=lambda block: self._pieces[block].place)
             places = [self._pieces[block].place for block in ids]
+            contents = [extent.read(site, places) for site in range(extent.sites)]  # host memory: views of it
+            parts = [Part(tuple(value.shape[1:]), value.dtype, partial(_copy, value)) for value in contents]
             try:
-                moved = lower[0].store([extent.read(site, places) for site in range(extent.sites)])
+                moved = lower[0].store(parts, len(places))
             except TierFull:
                 return
             self._register(ids, moved)
@@ -236,17 +236,27 @@ class SwapSpace:
         return faults
 
 
-def _gathered(site: SiteSpec, arena: Tensor, blocks: Sequence[int]) -> Tensor:
-    """The contents of blocks, on the CPU, in storage order."""
+def _part(site: SiteSpec, arena: Tensor, blocks: Sequence[int]) -> Part:
+    stored = site.stored(arena)
     index = torch.tensor(blocks, device=arena.device)
-    values = site.stored(arena).index_select(0, index)
-    if values.device.type == "cpu":
-        return values
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return pinned.copy_(values)
+
+    def gather(values: Tensor) -> None:
+        with torch.no_grad():
+            if stored.device == values.device:
+                torch.index_select(stored, 0, index, out=values)
+            else:
+                values.copy_(stored.index_select(0, index))
+
+    return Part(tuple(stored.shape[1:]), stored.dtype, gather)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def _scatter(site: SiteSpec, arena: Tensor, blocks: Sequence[int], values: Tensor) -> None:
-    index = torch.tensor(blocks, device=arena.device)
+    target, values = site.stored(arena), values.to(arena.device, non_blocking=True)
+    if arena.device.type == "cpu" and target[0].nbytes % 16 == 0:  # wide elements are copied three times as fast
+        target, values = (x.flatten(1).view(torch.complex128) for x in (target, values))
     with torch.no_grad():
-        site.stored(arena).index_copy_(0, index, values.to(arena.device, non_blocking=True))
+        target.index_copy_(0, torch.tensor(blocks, device=arena.device), values)

@@ -32,17 +32,21 @@ __all__ = [
 class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
-    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `names` are
-    those of its first tokens, as far as they are known (see `sharing`); None if nothing is known.
+    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
+    of the blocks may be swapped. `names` are those of its first tokens, as far as they are known (see `lending`); None
+    if nothing is known. `stamps` are the blocks' generations from when they were put here, as far as the sanitizer
+    noted them; None without one.
     """
 
-    __slots__ = ("blocks", "length", "live", "names")
+    __slots__ = ("away", "blocks", "length", "live", "names", "stamps")
 
-    def __init__(self, blocks: list[int], length: int) -> None:
+    def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
         self.blocks = blocks
         self.length = length
+        self.away = away
         self.live: dict[int, int] = {}
         self.names: RowNames | None = None
+        self.stamps: list[int] | None = None
 
     def forget_names(self, length: int, block_size: int) -> None:
         """Tokens from `length` on are about to be written: what is known of them is not true any more."""
@@ -68,6 +72,8 @@ def unregister(row: Row, length: int, pool: BlockPool, block_size: int) -> None:
         row.length = longest = max(live) if live else 0
         keep = -(-longest // block_size)
         blocks = row.blocks
+        if row.stamps is not None:
+            del row.stamps[keep:]
         while len(blocks) > keep:
             pool.release(blocks.pop())
 
@@ -105,7 +111,7 @@ def fork_row(
             blocks[j] = fresh[j]
         else:
             pool.retain(block)
-    result = Row(blocks, length)
+    result = Row(blocks, length, row.away)
     if row.names is not None and not skip:
         result.names = row.names.first(min(length, first) if first < stop else length, block_size)
     return result

@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patch": {"backend", "compiling", "reuse", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
     "metrics": {"monitor", "runtime", "_config", "_errors"},
+    "leaks": {"runtime", "_config", "_errors"},
     "timeline": {"runtime", "_errors"},
     "plot": {"_errors", "passes"},
     "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
