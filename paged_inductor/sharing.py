@@ -82,9 +82,11 @@ class Sharer:
         """A step succeeded: name what it stored, and share it."""
         views = [step.view for step in steps]
         registration = registering.get()
+        starts = not plans[0].inputs
+        if not starts and registration is None and views[0].tenant.share == "none":
+            return
         policy = Policy.of(views[0].tenant, registration is not None)
         count = plans[0].count(args)
-        starts = not plans[0].inputs
         batch = len(views[0].rows)
         size = views[0].group.block_size
         if not policy.shares and not (starts and batch > 1 and count >= size):
