@@ -102,7 +102,6 @@ class _Unstacker:
         placeholders = self._graph.find_nodes(op="placeholder")
         inputs = self._stacked_inputs(placeholders)
         made = [node for node in self._graph.nodes if _is_made(node)]
-        outputs = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
         if self._writers.of([*inputs, *made, *(part for node in made for part in node.all_input_nodes)]):
             return None
         for node, lead in inputs.items():
@@ -112,6 +111,7 @@ class _Unstacker:
             self._parts[root] = _Parts(lead, self._picks(root, lead))
         for node in list(self._graph.nodes):
             self._follow(node)
+        outputs = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
         kept = [(i, self._parts[node]) for i, node in enumerate(outputs) if node in self._parts]
         if not inputs and not kept:
             return None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paged_inductor
-from paged_inductor import configure
+from paged_inductor import PagedTensor, configure
 from paged_inductor._config import reset_config
 from paged_inductor.tensor import PagedStack
 
@@ -221,6 +221,25 @@ def test_a_stack_that_is_written_to_stays_dense_and_right() -> None:
     tokens, cache = generate(paged_inductor.page(model, inner="eager"))
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(cache, dense, rtol=1e-4, atol=1e-4)
+
+
+class PartsToo(OneTensor):
+    """It also returns parts of the stack."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        logits, joined = super().forward(tokens, None if cache is None else cache[0])
+        return logits, (joined, joined[1], joined[0, 1], joined.unbind()[1][0])
+
+
+def test_parts_of_a_stack_are_returned() -> None:
+    torch.manual_seed(2)
+    model = PartsToo()
+    expected, dense = generate(model)
+    tokens, cache = generate(paged_inductor.page(model, inner="eager"))
+    assert torch.equal(tokens, expected)
+    assert [type(tensor) for tensor in cache] == [PagedStack, PagedStack, PagedTensor, PagedTensor]
+    for ours, theirs in zip(cache, dense, strict=True):
+        torch.testing.assert_close(ours.dense(), theirs, rtol=1e-4, atol=1e-4)
 
 
 class EditedLayer(OneTensor):
