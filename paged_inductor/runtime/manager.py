@@ -345,7 +345,7 @@ class Manager:
                         view.group.unpin(view)
                     raise
             if self._sanitizing:
-                self._check(views)
+                self._check(views, beginning=True)
             now = next(self._clock)
             for view in views:
                 group = view.group
@@ -426,11 +426,15 @@ class Manager:
                         group.sanitize(on)
 
     @staticmethod
-    def _check(views: Iterable[View]) -> None:
-        """Have the sanitizer prove that what a step reads is alive. Raises `SanitizerError`."""
+    def _check(views: Iterable[View], beginning: bool = False) -> None:
+        """Have the sanitizer prove that what a step reads is alive; `beginning`: and what it will copy. Raises
+        `SanitizerError`."""
         for view in views:
-            if view.group.sanitizer is not None:
-                view.group.sanitizer.check(view)
+            sanitizer = view.group.sanitizer
+            if sanitizer is not None:
+                sanitizer.check(view)
+                if beginning:
+                    sanitizer.check_sources(view)
 
     # -- books -----------------------------------------------------------------------------------------------
 
