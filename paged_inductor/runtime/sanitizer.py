@@ -78,6 +78,8 @@ class Sanitizer:
 
     def freed(self, block: int) -> None:
         """A block has lost its last owner."""
+        if sys.is_finalizing():  # nobody reads any more, and torch cannot write
+            return
         self._generations[block] += 1
         self._freed[block] = stack()
         self.poison((block,))
