@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help env demo test lint format fuzz kernels bench coverage clean
+.PHONY: help env demo test lint format fuzz kernels bench gpu coverage clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -53,8 +53,9 @@ format: $(VENV)/.dev ## what lint can repair by itself
 fuzz: $(VENV)/.dev ## the property tests with many more examples (hours)
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) tests/runtime tests/tensor tests/ops tests/passes tests/kernels
 
-kernels: $(VENV)/.dev ## every tuning candidate of every kernel, compiled ahead of time for several GPUs (minutes)
+kernels: $(VENV)/.dev ## every tuning candidate of every kernel, compiled ahead of time for several GPUs; docs/kernels.md
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q tests/kernels/test_kernel_aot.py
+	$(BIN)/python -m benchmarks.kernel_table
 
 bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour, on a quiet machine)
 	$(BIN)/python -m benchmarks.attention_cpu
@@ -63,6 +64,9 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.kinds
 	$(BIN)/python -m benchmarks.pass_time
+
+gpu: $(VENV)/.dev ## test and measure the kernels on a GPU; results go to benchmarks/results (8 minutes)
+	$(BIN)/python -m benchmarks.gpu
 
 coverage: $(VENV)/.coverage ## the table of models in docs/coverage.md (half an hour)
 	$(BIN)/python -m benchmarks.coverage

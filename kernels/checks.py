@@ -4,6 +4,7 @@ Nothing here reads device memory: the values in `block_table` and `seq_lens` are
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ from torch import Tensor
 from .errors import KernelInputError, KernelTypeError
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+QUANTIZED_DTYPES = tuple(QUANTIZED_MAX)
+LEAST_AMAX = 1e-30  # of a token of zeros, whose scale must not be zero
 ID_DTYPES = (torch.int32, torch.int64)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_POSITION = 2**30
 
 
@@ -59,7 +63,7 @@ def same(what: str, got_name: str, got: object, want_name: str, want: object) ->
 
 def arena(name: str, value: object) -> Tensor:
     """Check an arena [num_blocks, H_kv, block_size, D]; any strides."""
-    checked = tensor(name, value, 4, FLOAT_DTYPES)
+    checked = tensor(name, value, 4, FLOAT_DTYPES + QUANTIZED_DTYPES)
     block_size, head_dim = checked.shape[2:]
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         raise KernelInputError(
@@ -71,6 +75,38 @@ def arena(name: str, value: object) -> Tensor:
             f"{name} has head dim {head_dim}; allowed: 1 to {MAX_HEAD_DIM}; leave this attention un-paged"
         )
     return checked
+
+
+def compute_dtypes(stored: Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes in which tokens of an arena are computed with: its own, or any float for a quantised one."""
+    return FLOAT_DTYPES if stored.dtype in QUANTIZED_DTYPES else (stored.dtype,)
+
+
+def scales(name: str, value: object, stored: Tensor) -> None:
+    """Check the scales float32 [num_blocks, H_kv, block_size] of a quantised arena; other arenas have none."""
+    if stored.dtype not in QUANTIZED_DTYPES:
+        if value is not None:
+            raise KernelInputError(f"{name} are given for an arena of {stored.dtype}; allowed: None; leave them out")
+        return
+    if value is None:
+        raise KernelInputError(
+            f"{name} is None for an arena of {stored.dtype}; allowed: float32 {tuple(stored.shape[:3])}; pass the "
+            "scales that cache_write filled"
+        )
+    checked = tensor(name, value, 3, (torch.float32,))
+    same("shape", name, tuple(checked.shape), "its arena", tuple(stored.shape[:3]))
+    same("device", name, checked.device, "its arena", stored.device)
+
+
+def gathered(name: str, value: object, stored: Tensor) -> torch.dtype:
+    """Dtype of a dense copy: the arena's own; of a quantised arena any float, by default float32."""
+    allowed = compute_dtypes(stored)
+    if value is None:
+        return allowed[0]
+    if value not in allowed:
+        raise KernelTypeError(f"{name} is {value}; allowed: {', '.join(map(str, allowed))}; convert the result")
+    assert isinstance(value, torch.dtype)
+    return value
 
 
 def table(block_table: object, seq_lens: object, like: Tensor) -> tuple[int, int]:
@@ -87,7 +123,7 @@ def table(block_table: object, seq_lens: object, like: Tensor) -> tuple[int, int
 
 def write(name: str, target: Tensor, new: object, batch: int) -> Tensor:
     """Check the new tokens [B, H_kv, n, D] of one arena."""
-    checked = tensor(name, new, 4, (target.dtype,))
+    checked = tensor(name, new, 4, compute_dtypes(target))
     same("device", name, checked.device, "the arena", target.device)
     same("batch size", name, checked.shape[0], "block_table", batch)
     same("H_kv", name, checked.shape[1], "the arena", target.shape[1])
@@ -107,32 +143,77 @@ def context_length(kv_len: object, width: int, block_size: int) -> int:
     return integer("kv_len", kv_len, 1, min(width * block_size, MAX_POSITION))
 
 
-def launchable(value: Tensor, interpreted: bool) -> None:
-    """Raise unless Triton can run on the tensor's device in this process."""
-    if value.is_cuda or interpreted:
-        return
-    raise KernelInputError(
-        f"the tensors are on {value.device}; allowed: a CUDA or ROCm device; move them there, call the twin "
-        "in kernels.reference, or set TRITON_INTERPRET=1 before importing triton"
-    )
-
-
-def sinks(value: object, q: Tensor) -> Tensor:
-    """Check the sink logits [H_q] of the queries `q`."""
-    checked = tensor("sinks", value, 1, FLOAT_DTYPES)
-    same("device", "sinks", checked.device, "q", q.device)
-    same("head count", "sinks", checked.shape[0], "q", q.shape[1])
-    if not checked.is_contiguous():
-        raise KernelInputError(f"sinks has stride {checked.stride(0)}; allowed: 1; call .contiguous() on it")
+def shared_prefix(value: object, block_size: int, width: int) -> int:
+    """Check how many tokens all rows share: whole blocks, within the block table."""
+    checked = integer("shared_prefix", value, 0, width * block_size)
+    if checked % block_size:
+        raise KernelInputError(
+            f"shared_prefix is {checked}; allowed: multiples of the block size {block_size}; round it down"
+        )
     return checked
 
 
-def copy(target: Tensor, src_ids: object, dst_ids: object) -> None:
-    """Check the block ids of a copy: [n] each, contiguous, on the device of the arena."""
+def launchable(value: Tensor, interpreted: bool, stored: Tensor | None = None) -> None:
+    """Raise unless Triton can run on the tensor's device in this process, also on the dtype of the arena `stored`."""
+    if not value.is_cuda and not interpreted:
+        raise KernelInputError(
+            f"the tensors are on {value.device}; allowed: a CUDA or ROCm device; move them there, call the twin "
+            "in kernels.reference, or set TRITON_INTERPRET=1 before importing triton"
+        )
+    if stored is not None and stored.dtype == torch.float8_e4m3fn and stored.is_cuda and not torch.version.hip:
+        float8(torch.cuda.get_device_capability(stored.device))
+
+
+def float8(capability: tuple[int, int]) -> None:
+    """Raise unless a CUDA device of this capability converts float8_e4m3fn."""
+    if capability < (8, 9):
+        raise KernelTypeError(
+            f"an arena has dtype torch.float8_e4m3fn on a device of capability {capability[0]}.{capability[1]}; "
+            "allowed: 8.9 or later; store torch.int8 instead"
+        )
+
+
+def per_head(name: str, value: object, q: Tensor) -> Tensor:
+    """Check one float per head of the queries `q`: [H_q]."""
+    checked = tensor(name, value, 1, FLOAT_DTYPES)
+    same("device", name, checked.device, "q", q.device)
+    same("head count", name, checked.shape[0], "q", q.shape[1])
+    if not checked.is_contiguous():
+        raise KernelInputError(f"{name} has stride {checked.stride(0)}; allowed: 1; call .contiguous() on it")
+    return checked
+
+
+def copy(arenas: object, src_ids: object, dst_ids: object) -> Sequence[Tensor]:
+    """Check the block ids of a copy, [n] each, contiguous, on the device of the arenas; return those as a sequence."""
+    checked = [arenas] if isinstance(arenas, Tensor) else arenas
+    if not isinstance(checked, Sequence) or not all(isinstance(arena, Tensor) for arena in checked):
+        raise KernelTypeError(f"arenas is a {type(arenas).__name__}; pass a torch.Tensor, or a sequence of them")
     sources = tensor("src_ids", src_ids, 1, ID_DTYPES)
     destinations = tensor("dst_ids", dst_ids, 1, ID_DTYPES)
     same("length", "dst_ids", destinations.shape[0], "src_ids", sources.shape[0])
+    same("device", "dst_ids", destinations.device, "src_ids", sources.device)
     for name, ids in (("src_ids", sources), ("dst_ids", destinations)):
-        same("device", name, ids.device, "the arena", target.device)
         if not ids.is_contiguous():
             raise KernelInputError(f"{name} has stride {ids.stride(0)}; allowed: 1; call .contiguous() on it")
+    for index, arena in enumerate(checked):
+        _whole_blocks(f"arenas[{index}]", arena)
+        same("device", f"arenas[{index}]", arena.device, "src_ids", sources.device)
+    return checked
+
+
+def _whole_blocks(name: str, value: Tensor) -> None:
+    """Raise unless the blocks of [num_blocks, ...] lie densely one behind the other, in whole words of 8 bytes."""
+    expected = 1
+    for dim in sorted(range(1, value.ndim), key=value.stride):
+        if value.shape[dim] != 1 and value.stride(dim) != expected:
+            break
+        expected *= value.shape[dim]
+    else:
+        size = value.element_size()
+        in_words = expected * size % 8 == 0 and value.storage_offset() * size % 8 == 0
+        if value.ndim > 1 and value.stride(0) == expected and in_words:
+            return
+    raise KernelInputError(
+        f"{name} has shape {tuple(value.shape)} and strides {value.stride()}; allowed: blocks that lie densely one "
+        "behind the other, of a multiple of 8 bytes; pass whole arenas"
+    )

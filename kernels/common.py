@@ -16,11 +16,11 @@ LOG2E = tl.constexpr(math.log2(math.e))
 def load_checked(ptrs, key_mask, dim_mask, CHECK_KEYS: tl.constexpr, CHECK_DIMS: tl.constexpr):
     """Load a tile, zeros where a mask that is checked is false."""
     if CHECK_KEYS and CHECK_DIMS:
-        tile = tl.load(ptrs, mask=key_mask & dim_mask, other=0)
+        tile = tl.load(ptrs, mask=key_mask & dim_mask, other=0.0)
     elif CHECK_KEYS:
-        tile = tl.load(ptrs, mask=key_mask, other=0)
+        tile = tl.load(ptrs, mask=key_mask, other=0.0)
     elif CHECK_DIMS:
-        tile = tl.load(ptrs, mask=dim_mask, other=0)
+        tile = tl.load(ptrs, mask=dim_mask, other=0.0)
     else:
         tile = tl.load(ptrs)
     return tile
@@ -38,6 +38,35 @@ def load_block_ids(
     """Physical block of each row position, int64 from birth."""
     ptrs = block_table_ptr + (tokens // BLOCK_SIZE) * table_block_stride
     return load_checked(ptrs, token_mask, None, CHECK_KEYS, False).to(tl.int64)
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr):
+    """A stored tile as an operand of `dot` of a wider or the same dtype; exact for every dtype that is stored."""
+    return x.to(tl.float32) if DOT_IN_FLOAT32 else x.to(DTYPE)
+
+
+@triton.jit
+def quantized(x, DTYPE: tl.constexpr, QUANTIZED_MAX: tl.constexpr, LEAST_AMAX: tl.constexpr):
+    """Values of DTYPE [T, D] and their scales [T]: each row's largest magnitude becomes QUANTIZED_MAX."""
+    x = x.to(tl.float32)
+    scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST_AMAX) / QUANTIZED_MAX  # [T]
+    x = x * (1.0 / scales)[:, None]
+    if tl.int8 == DTYPE:
+        x = tl.floor(x + 0.5)
+    elif DOT_IN_FLOAT32:
+        x = rounded_to_e4m3(x)
+    return tl.clamp(x, -QUANTIZED_MAX, QUANTIZED_MAX).to(DTYPE), scales
+
+
+@triton.jit
+def rounded_to_e4m3(x):
+    """The nearest float8_e4m3fn, as a float32: the interpreter's own cast loses carries into the exponent."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    magic = 12288.0  # 1.5 * 2**23 * 2**-10: adding it leaves multiples of 2**-9
+    subnormal = (x + magic) - magic
+    return tl.where(tl.abs(x) < 0.015625, subnormal, normal.to(tl.float32, bitcast=True))
 
 
 @triton.jit

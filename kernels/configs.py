@@ -19,21 +19,35 @@ SMALL: tuple[Entry, ...] = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 8, 2), (16,
 # keyed by (element bytes, widest head dim at most)
 PREFILL: dict[tuple[int, int], tuple[Entry, ...]] = {
     (4, 64): ((32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 2)),
-    (4, 128): ((16, 32, 8, 2), (32, 16, 4, 2), (32, 32, 8, 2)),
+    (4, 128): ((16, 32, 8, 2), (32, 16, 4, 2)),
     (4, 256): ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)),
     (2, 64): ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), *SMALL),
     (2, 128): ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2), *SMALL),
     (2, 256): ((64, 32, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2), *SMALL),
+    (4, 576): ((16, 16, 8, 1),),
+    (2, 576): ((16, 32, 8, 1), (16, 16, 8, 1)),
 }
-PREFILL_MASK: tuple[Entry, ...] = ((64, 32, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2), *SMALL)
+PREFILL_MASK: tuple[Entry, ...] = ((64, 32, 8, 2), (64, 64, 8, 2), *SMALL)
 # wgmma reads its operands from shared memory, which leaves registers for a wider tile
 PREFILL_WGMMA_128: tuple[Entry, ...] = ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), *SMALL)
+# before it, they come from registers; less is left where a tile's edges or its dtype need some, too
+PREFILL_MMA: dict[int, tuple[Entry, ...]] = {
+    64: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), *SMALL),
+    128: ((128, 32, 8, 2), (64, 64, 8, 2), *SMALL),
+    256: ((64, 32, 8, 2), *SMALL),
+}
+PREFILL_MMA_EDGES: dict[int, tuple[Entry, ...]] = PREFILL_MMA | {
+    64: ((64, 64, 8, 2), (64, 32, 4, 2), *SMALL),
+    128: ((64, 64, 8, 2), (64, 32, 8, 2), *SMALL),
+}
 
 # (tile_n, num_warps, num_buffers); tile_m follows from the packed rows
 DECODE: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {
     (4, 256): ((32, 8, 2), (16, 4, 2), (16, 4, 1)),
     (2, 128): ((64, 4, 2), (64, 4, 1), (128, 8, 2), (32, 4, 3), (32, 4, 2)),
     (2, 256): ((32, 4, 2), (32, 8, 2), (64, 8, 2), (32, 4, 1)),
+    (4, 576): ((16, 8, 1),),
+    (2, 576): ((32, 8, 1), (16, 8, 1)),
 }
 DECODE_TALL: tuple[tuple[int, int, int], ...] = ((32, 8, 2), (64, 8, 2), (32, 4, 2), (32, 8, 1))
 
@@ -42,40 +56,66 @@ def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[
     """Configurations of the one-pass kernel for a problem."""
     itemsize, widest = _size(problem)
     entries = PREFILL[min(key for key in PREFILL if key[0] == itemsize and key[1] >= widest)]
-    if itemsize == 2 and problem.mask is not None:
-        entries = PREFILL_MASK
-    elif itemsize == 2 and 64 < widest <= 128 and limits.arch == 90:
-        entries = PREFILL_WGMMA_128
-    return _configs(problem, limits, entries)
+    if itemsize == 2 and widest <= 256:
+        if problem.mask is not None:
+            entries = PREFILL_MASK
+        elif 64 < widest <= 128 and limits.arch == 90:
+            entries = PREFILL_WGMMA_128
+        elif 0 < limits.arch < 90:
+            edges = problem.window is not None or problem.chunk is not None or problem.k_scales is not None
+            space = PREFILL_MMA_EDGES if edges else PREFILL_MMA
+            entries = space[min(dim for dim in space if dim >= widest)]
+    return _configs(problem, problem.packed_rows, limits, entries)
 
 
 def decode_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[LaunchConfig]:
     """Configurations of the split kernel for a problem."""
+    return _decode_candidates(problem, problem.packed_rows, limits)
+
+
+def _decode_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimits) -> list[LaunchConfig]:
     itemsize, widest = _size(problem)
-    tile_m = bucket(problem.packed_rows, 16, 16 if itemsize == 4 else 64)
+    tallest = 16 if itemsize == 4 else 64 if widest <= 256 else 32
+    tile_m = bucket(rows, 16, tallest)
     shapes = DECODE[min(key for key in DECODE if key[0] == itemsize and key[1] >= widest)]
-    if tile_m == 64 or (itemsize == 2 and tile_m > 16 and problem.mask is not None):
+    if widest <= 256 and (tile_m == 64 or (itemsize == 2 and tile_m > 16 and problem.mask is not None)):
         shapes = DECODE_TALL
-    return _configs(problem, limits, tuple((tile_m, *shape) for shape in shapes))
+    return _configs(problem, rows, limits, tuple((tile_m, *shape) for shape in shapes))
 
 
 def choose_num_splits(problem: AttentionProblem, limits: DeviceLimits, tile_m: int) -> int:
     """Power-of-two splits that fill the device up to twice over and leave each split enough tokens."""
     programs = problem.batch * problem.num_kv_heads * triton.cdiv(problem.packed_rows, tile_m)
+    return _num_splits(programs, max(0, problem.span - problem.shared_prefix), limits)
+
+
+def prefix_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[LaunchConfig]:
+    """Configurations of the pass over the shared prefix, whose tiles hold the queries of all rows."""
+    return _decode_candidates(problem, problem.packed_rows * problem.batch, limits)
+
+
+def choose_prefix_splits(problem: AttentionProblem, limits: DeviceLimits, tile_m: int) -> int:
+    """`choose_num_splits` of the pass over the shared prefix."""
+    programs = problem.num_kv_heads * triton.cdiv(problem.packed_rows * problem.batch, tile_m)
+    return _num_splits(programs, problem.shared_prefix, limits)
+
+
+def _num_splits(programs: int, tokens: int, limits: DeviceLimits) -> int:
     wanted = limits.processors * 2 // programs
-    useful = problem.span // MIN_SPLIT_TOKENS
-    return 1 << (max(1, min(wanted, useful, MAX_SPLITS)).bit_length() - 1)
+    return 1 << (max(1, min(wanted, tokens // MIN_SPLIT_TOKENS, MAX_SPLITS)).bit_length() - 1)
 
 
 def _size(problem: AttentionProblem) -> tuple[int, int]:
     return problem.q.element_size(), max(problem.head_dim, problem.v_head_dim)
 
 
-def _configs(problem: AttentionProblem, limits: DeviceLimits, entries: tuple[Entry, ...]) -> list[LaunchConfig]:
+def _configs(
+    problem: AttentionProblem, packed_rows: int, limits: DeviceLimits, entries: tuple[Entry, ...]
+) -> list[LaunchConfig]:
     """Drop tiles more than half empty and what a processor has no room for; one choice if interpreted."""
     if INTERPRETED:
         return [LaunchConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1)]
-    rows = bucket(problem.packed_rows, 16, 128)
+    rows = bucket(packed_rows, 16, 128)
     kept = [entry for entry in entries if entry[0] <= rows] or entries
     return [_config(entry, limits) for entry in fitting(problem, limits, kept)]
 

@@ -1,21 +1,20 @@
 """Split-KV decode attention: each program reads a share of one row's pages, a second kernel merges."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import autotune, configs, ordered, prefill
-from .attend import attend_packed
-from .common import exponential, finite_max
+from .arguments import kernel_arguments
+from .attend import attend_packed, unpack_rows
 from .launch import Allocator, Launch, LaunchConfig, device_limits
-from .problem import AttentionProblem, pointer
+from .merge import Partials, plan_merge
+from .problem import AttentionProblem
 
 MAX_QUERIES = 16
-MERGE_TILE = 64
 
 
-@triton.jit(do_not_specialize=["kv_len", "causal_offset", "window"])
+@triton.jit(do_not_specialize=["kv_len", "extent", "causal_offset", "window", "prefix_len"])
 def decode_kernel(
     q_ptr,
     q_batch_stride,
@@ -32,6 +31,14 @@ def decode_kernel(
     v_arena_head_stride,
     v_arena_slot_stride,
     v_arena_dim_stride,
+    k_scales_ptr,
+    k_scales_block_stride,
+    k_scales_head_stride,
+    k_scales_slot_stride,
+    v_scales_ptr,
+    v_scales_block_stride,
+    v_scales_head_stride,
+    v_scales_slot_stride,
     mask_ptr,
     mask_batch_stride,
     mask_head_stride,
@@ -42,13 +49,18 @@ def decode_kernel(
     table_block_stride,
     seq_lens_ptr,
     kv_len,
+    extent,
     score_scale,
     softcap,
+    slopes_ptr,
     sinks_ptr,
     causal_offset,
     window,
+    chunk,
     packed_rows,
     num_kv_heads,
+    batch_size,
+    prefix_len,
     partial_ptr,
     partial_max_ptr,
     partial_sum_ptr,
@@ -59,18 +71,27 @@ def decode_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
+    TILE_E: tl.constexpr,
     TILE_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    V_IS_K: tl.constexpr,
+    IS_PREFIX: tl.constexpr,
+    IS_SUFFIX: tl.constexpr,
+    FIRST_SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     MIN_SHARE_TILES: tl.constexpr,
 ):
-    num_tiles = tl.cdiv(packed_rows, TILE_M)
+    num_tiles = tl.cdiv(packed_rows * batch_size if IS_PREFIX else packed_rows, TILE_M)
     pid = tl.program_id(0)
     split = tl.program_id(1)
     first_row = pid % num_tiles * TILE_M
@@ -92,6 +113,14 @@ def decode_kernel(
         v_arena_head_stride,
         v_arena_slot_stride,
         v_arena_dim_stride,
+        k_scales_ptr,
+        k_scales_block_stride,
+        k_scales_head_stride,
+        k_scales_slot_stride,
+        v_scales_ptr,
+        v_scales_block_stride,
+        v_scales_head_stride,
+        v_scales_slot_stride,
         mask_ptr,
         mask_batch_stride,
         mask_head_stride,
@@ -102,11 +131,14 @@ def decode_kernel(
         table_block_stride,
         seq_lens_ptr,
         kv_len,
+        extent,
         score_scale,
         softcap,
+        slopes_ptr,
         sinks_ptr,
         causal_offset,
         window,
+        chunk,
         packed_rows,
         batch,
         kv_head,
@@ -114,6 +146,8 @@ def decode_kernel(
         split,
         NUM_SHARES,
         MIN_SHARE_TILES,
+        batch_size,
+        prefix_len,
         GROUP,
         HEAD_DIM,
         V_HEAD_DIM,
@@ -121,62 +155,32 @@ def decode_kernel(
         TILE_M,
         TILE_N,
         TILE_D,
+        TILE_E,
         TILE_DV,
         IS_CAUSAL,
         HAS_WINDOW,
+        HAS_CHUNK,
         HAS_MASK,
         HAS_BIAS,
+        HAS_ZEROS,
         HAS_SOFTCAP,
+        HAS_ALIBI,
         HAS_SINKS,
+        HAS_SCALES,
+        V_IS_K,
+        IS_PREFIX,
+        IS_SUFFIX,
     )
     rows = first_row + tl.arange(0, TILE_M)  # [TILE_M]
-    row_mask = rows < packed_rows
+    batches, rows, row_mask = unpack_rows(rows, batch, batch_size, packed_rows, IS_PREFIX)
     dv_offs = tl.arange(0, TILE_DV)  # [TILE_DV]
     # partial [B * H_kv * packed_rows, NUM_SPLITS, Dv]
-    flat = ((pid // num_tiles).to(tl.int64) * packed_rows + rows) * NUM_SPLITS + split  # [TILE_M]
+    flat = (batches * num_kv_heads + kv_head) * packed_rows + rows  # [TILE_M]
+    flat = flat * NUM_SPLITS + FIRST_SPLIT + split
     partial_ptrs = partial_ptr + flat[:, None] * V_HEAD_DIM + dv_offs[None, :]
     tl.store(partial_ptrs, out, mask=row_mask[:, None] & (dv_offs < V_HEAD_DIM)[None, :])
     tl.store(partial_max_ptr + flat, row_max, mask=row_mask)
     tl.store(partial_sum_ptr + flat, row_sum, mask=row_mask)
-
-
-@triton.jit
-def merge_kernel(
-    partial_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    out_ptr,
-    out_batch_stride,
-    out_head_stride,
-    out_query_stride,
-    out_dim_stride,
-    num_kv_heads,
-    packed_rows,
-    GROUP: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    TILE_DV: tl.constexpr,
-):
-    pid = tl.program_id(0).to(tl.int64)
-    row = pid % packed_rows
-    kv_head = pid // packed_rows % num_kv_heads
-    batch = pid // packed_rows // num_kv_heads
-    splits = tl.arange(0, NUM_SPLITS)  # [NUM_SPLITS]
-    dv_offs = tl.program_id(1) * TILE_DV + tl.arange(0, TILE_DV)  # [TILE_DV]
-    dv_mask = dv_offs < V_HEAD_DIM
-
-    split_max = tl.load(partial_max_ptr + pid * NUM_SPLITS + splits)  # [NUM_SPLITS]
-    split_sum = tl.load(partial_sum_ptr + pid * NUM_SPLITS + splits)  # [NUM_SPLITS]
-    weights = split_sum * exponential(split_max - finite_max(tl.max(split_max, 0)), HAS_BIAS)  # [NUM_SPLITS]
-    partial_ptrs = partial_ptr + (pid * NUM_SPLITS + splits)[:, None] * V_HEAD_DIM + dv_offs[None, :]
-    partial = tl.load(partial_ptrs, mask=dv_mask[None, :], other=0.0)  # [NUM_SPLITS, TILE_DV]
-    total = tl.sum(weights, 0)
-    out = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)  # [TILE_DV]
-
-    head = kv_head * GROUP + row % GROUP
-    out_ptrs = out_ptr + batch * out_batch_stride + head * out_head_stride + row // GROUP * out_query_stride
-    tl.store(out_ptrs + dv_offs * out_dim_stride, out.to(out_ptr.dtype.element_ty), mask=dv_mask)
 
 
 def plan(
@@ -193,30 +197,42 @@ def plan(
     """
     if num_splits == 1 and not in_order:
         return [prefill.plan(problem, out, config)]
-    num_tiles = triton.cdiv(problem.packed_rows, config.tile_m)
-    num_rows = problem.batch * problem.num_kv_heads * problem.packed_rows
-    new = {"dtype": torch.float32, "device": out.device}
-    partial: dict[str, object] = {
-        "partial_ptr": allocate((num_rows, num_splits, problem.v_head_dim), **new),
-        "partial_max_ptr": allocate((num_rows, num_splits), **new),
-        "partial_sum_ptr": allocate((num_rows, num_splits), **new),
-    }
-    arguments = problem.kernel_arguments()
-    split = arguments | partial | {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "NUM_SPLITS": num_splits}
-    split |= {"NUM_SHARES": num_splits, "MIN_SHARE_TILES": 0}
-    shared = ("num_kv_heads", "packed_rows", "GROUP", "V_HEAD_DIM", "HAS_BIAS")
-    merge = {name: arguments[name] for name in shared} | partial | {"TILE_DV": MERGE_TILE}
-    merge |= pointer("out", out, ("batch", "head", "query", "dim"))
-    merge_with, count = merge_kernel, "NUM_SPLITS"
-    if in_order:
-        split |= {"NUM_SHARES": ordered.MAX_SPLITS, "MIN_SHARE_TILES": ordered.SPLIT_TOKENS // config.tile_n}
-        merge_with, count = ordered.merge_in_order_kernel, "num_splits"
-    grid = (num_tiles * problem.num_kv_heads * problem.batch, num_splits)
-    merge_grid = (num_rows, triton.cdiv(problem.v_head_dim, MERGE_TILE))
+    partials = Partials.allocate(problem, num_splits, allocate)
     return [
-        Launch(decode_kernel, grid, split, config.num_warps, config.num_stages),
-        Launch(merge_with, merge_grid, merge | {count: num_splits}, num_warps=2),
+        plan_pass(problem, partials, config, num_splits, in_order=in_order),
+        plan_merge(problem, partials, out, in_order),
     ]
+
+
+def plan_pass(
+    problem: AttentionProblem,
+    partials: Partials,
+    config: LaunchConfig,
+    num_splits: int,
+    first_split: int = 0,
+    prefix: bool = False,
+    in_order: bool = False,
+) -> Launch:
+    """The launch that fills the splits from `first_split` on; over the shared prefix, or all that is not shared."""
+    rows = problem.packed_rows * problem.batch if prefix else problem.packed_rows
+    arguments = kernel_arguments(problem) | partials.arguments()
+    arguments |= {
+        "batch_size": problem.batch,
+        "prefix_len": problem.shared_prefix,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "IS_PREFIX": prefix,
+        "IS_SUFFIX": problem.shared_prefix > 0 and not prefix,
+        "FIRST_SPLIT": first_split,
+        "NUM_SPLITS": partials.num_splits,
+        "NUM_SHARES": ordered.MAX_SPLITS if in_order else num_splits,
+        "MIN_SHARE_TILES": ordered.SPLIT_TOKENS // config.tile_n if in_order else 0,
+    }
+    if prefix:  # a sink is one key of each query: the other pass has seen it
+        arguments |= {"sinks_ptr": None, "HAS_SINKS": False}
+    num_tiles = triton.cdiv(rows, config.tile_m) * (1 if prefix else problem.batch)
+    grid = (num_tiles * problem.num_kv_heads, num_splits)
+    return Launch(decode_kernel, grid, arguments, config.num_warps, config.num_stages)
 
 
 def decode(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import autotune, checks, decode, prefill
+from . import autotune, checks, decode, prefill, shared
 from .launch import INTERPRETED, Allocator
 from .problem import attention_problem
 
@@ -22,6 +22,12 @@ def attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    extent: int | None = None,
+    shared_prefix: int = 0,
     deterministic: bool = False,
     allocate: Allocator = torch.empty,
 ) -> Tensor:
@@ -35,7 +41,19 @@ def attention(
     tokens than kv_len, the first are hidden: only logical keys from 0 on are seen.
 
     `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks` [H_q] are logits that
-    join each head's softmax as one more key with no value: they only add exp(sink) to its denominator.
+    join each head's softmax as one more key with no value: they only add exp(sink) to its denominator. `slopes` [H_q]
+    add slope * (k - i - causal_offset) to the capped scores (ALiBi). `chunk` lets a query see only its own chunk of
+    the row: tokens t with t // chunk == s // chunk, where s = i + causal_offset - (extent - seq_lens[b]) is its own.
+
+    Arenas of float8_e4m3fn or int8 are scaled per token and head: the keys that count are k_arena * k_scales, with
+    `k_scales` and `v_scales` float32 [num_blocks, H_kv, block_size]; q may then have any float dtype.
+
+    `extent`, by default kv_len: the logical key behind each row's last token, so that token t is logical key
+    t + extent - seq_lens[b]. The keys from extent to kv_len are unwritten positions of a static buffer: like virtual
+    padding, zeros that a mask may admit.
+
+    `shared_prefix`: that many first tokens, whole blocks, are the same in all rows (their block table's first columns
+    are equal, and none has fewer tokens). It changes no result: decode then reads these blocks once for all rows.
 
     `deterministic`: a row's result depends on its own tokens, queries and length only, to the bit: not on the other
     rows of the batch, nor on how many splits the launch has. (With a mask, on kv_len too.) Slower where rows are few.
@@ -44,14 +62,33 @@ def attention(
     dtype=, device=)` provides the output and the scratch. Raises KernelInputError or KernelTypeError.
     """
     problem = attention_problem(
-        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask, softcap, sinks
+        q,
+        k_arena,
+        v_arena,
+        block_table,
+        seq_lens,
+        kv_len,
+        scale,
+        causal_offset,
+        window,
+        mask,
+        softcap,
+        sinks,
+        chunk,
+        slopes,
+        k_scales,
+        v_scales,
+        extent,
+        0 if deterministic else shared_prefix,  # sharing merges other splits than a row alone has
     )
-    checks.launchable(q, INTERPRETED)
+    checks.launchable(q, INTERPRETED, k_arena)
     out = allocate(problem.out_shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
     choose = autotune.static if deterministic else autotune.choose
-    if problem.q_len <= decode.MAX_QUERIES:
+    if problem.q_len <= decode.MAX_QUERIES and problem.shared_prefix:
+        shared.decode_shared(problem, out, allocate)
+    elif problem.q_len <= decode.MAX_QUERIES:
         decode.decode(problem, out, allocate, choose, in_order=deterministic)
     else:
         prefill.prefill(problem, out, choose)

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 Allocator = Callable[..., Tensor]
+MAX_REGISTERS, REGISTER_FILE = 255, 65536  # of a thread, and of a multiprocessor
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # CDNA: four units of 512 registers for each lane of a wavefront
 ROCM_REGISTERS = {"registers": 4 * 512 * 64, "warps": 32, "warp_threads": 64, "thread_registers": 512}
@@ -35,13 +36,20 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
 
+    def options(self, on_cuda: bool) -> dict[str, int]:
+        """The compiler's options. Left to itself, ptxas spills a few registers to fit one more resident block."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if on_cuda:
+            options["maxnreg"] = min(MAX_REGISTERS, REGISTER_FILE // (self.num_warps * 32))
+        return options
+
     def run(self) -> None:
         """Enqueue on the current stream of the arguments' device; an empty grid enqueues nothing."""
         if 0 in self.grid:
             return
         first = next(value for value in self.arguments.values() if isinstance(value, Tensor))
         with torch.cuda.device_of(first):
-            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](**self.arguments, **self.options(first.is_cuda and not torch.version.hip))
 
 
 @dataclass(frozen=True)

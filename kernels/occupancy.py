@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import triton
-
 from .launch import DeviceLimits
 from .problem import AttentionProblem
 
@@ -18,8 +16,10 @@ ADDRESS_REGISTERS = 56  # pointers, masks, operands: the least that ptxas was se
 def shared_bytes(problem: AttentionProblem, entry: Entry) -> int:
     """Shared memory of the Q tile and of the buffers of K and V."""
     tile_m, tile_n, _, num_buffers = entry
-    d, dv = _tile_dims(problem)
-    return (tile_m * d + num_buffers * tile_n * (d + dv)) * problem.q.element_size()
+    dims = sum(problem.head_tiles)
+    buffered = dims if problem.v_is_k else dims + problem.value_tile
+    buffers = num_buffers * tile_n * buffered * problem.k_arena.element_size()
+    return tile_m * dims * problem.q.element_size() + buffers
 
 
 def registers(problem: AttentionProblem, entry: Entry, limits: DeviceLimits) -> int:
@@ -28,8 +28,7 @@ def registers(problem: AttentionProblem, entry: Entry, limits: DeviceLimits) -> 
     A lower bound, because a configuration that is dropped here is never timed.
     """
     tile_m, tile_n, num_warps, _ = entry
-    _, dv = _tile_dims(problem)
-    tiles = tile_m * dv + tile_m * tile_n
+    tiles = tile_m * problem.value_tile + tile_m * tile_n
     return ADDRESS_REGISTERS + tiles // (num_warps * limits.warp_threads)
 
 
@@ -57,7 +56,3 @@ def fitting(problem: AttentionProblem, limits: DeviceLimits, entries: Sequence[E
 
 def _those(entries: Sequence[T], holds: Callable[[T], bool]) -> list[T]:
     return [entry for entry in entries if holds(entry)]
-
-
-def _tile_dims(problem: AttentionProblem) -> tuple[int, int]:
-    return max(16, triton.next_power_of_2(problem.head_dim)), max(16, triton.next_power_of_2(problem.v_head_dim))

@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import autotune, configs
+from .arguments import kernel_arguments, pointer
 from .attend import attend_packed
 from .launch import Launch, LaunchConfig, device_limits
-from .problem import AttentionProblem, pointer
+from .problem import AttentionProblem
 
 
-@triton.jit(do_not_specialize=["kv_len", "causal_offset", "window"])
+@triton.jit(do_not_specialize=["kv_len", "extent", "causal_offset", "window"])
 def prefill_kernel(
     q_ptr,
     q_batch_stride,
@@ -30,6 +31,14 @@ def prefill_kernel(
     v_arena_head_stride,
     v_arena_slot_stride,
     v_arena_dim_stride,
+    k_scales_ptr,
+    k_scales_block_stride,
+    k_scales_head_stride,
+    k_scales_slot_stride,
+    v_scales_ptr,
+    v_scales_block_stride,
+    v_scales_head_stride,
+    v_scales_slot_stride,
     mask_ptr,
     mask_batch_stride,
     mask_head_stride,
@@ -40,11 +49,14 @@ def prefill_kernel(
     table_block_stride,
     seq_lens_ptr,
     kv_len,
+    extent,
     score_scale,
     softcap,
+    slopes_ptr,
     sinks_ptr,
     causal_offset,
     window,
+    chunk,
     packed_rows,
     num_kv_heads,
     out_ptr,
@@ -59,13 +71,19 @@ def prefill_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
+    TILE_E: tl.constexpr,
     TILE_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    V_IS_K: tl.constexpr,
 ):
     num_tiles = tl.cdiv(packed_rows, TILE_M)
     pid = tl.program_id(0)
@@ -89,6 +107,14 @@ def prefill_kernel(
         v_arena_head_stride,
         v_arena_slot_stride,
         v_arena_dim_stride,
+        k_scales_ptr,
+        k_scales_block_stride,
+        k_scales_head_stride,
+        k_scales_slot_stride,
+        v_scales_ptr,
+        v_scales_block_stride,
+        v_scales_head_stride,
+        v_scales_slot_stride,
         mask_ptr,
         mask_batch_stride,
         mask_head_stride,
@@ -99,15 +125,20 @@ def prefill_kernel(
         table_block_stride,
         seq_lens_ptr,
         kv_len,
+        extent,
         score_scale,
         softcap,
+        slopes_ptr,
         sinks_ptr,
         causal_offset,
         window,
+        chunk,
         packed_rows,
         batch,
         kv_head,
         first_row,
+        0,
+        1,
         0,
         1,
         0,
@@ -118,13 +149,21 @@ def prefill_kernel(
         TILE_M,
         TILE_N,
         TILE_D,
+        TILE_E,
         TILE_DV,
         IS_CAUSAL,
         HAS_WINDOW,
+        HAS_CHUNK,
         HAS_MASK,
         HAS_BIAS,
+        HAS_ZEROS,
         HAS_SOFTCAP,
+        HAS_ALIBI,
         HAS_SINKS,
+        HAS_SCALES,
+        V_IS_K,
+        False,
+        False,
     )
     rows = first_row + tl.arange(0, TILE_M)  # [TILE_M]
     dv_offs = tl.arange(0, TILE_DV)  # [TILE_DV]
@@ -139,7 +178,7 @@ def prefill_kernel(
 def plan(problem: AttentionProblem, out: Tensor, config: LaunchConfig) -> Launch:
     """The launch that writes `out` [B, H_q, Q, Dv]."""
     num_tiles = triton.cdiv(problem.packed_rows, config.tile_m)
-    arguments = problem.kernel_arguments() | pointer("out", out, ("batch", "head", "query", "dim"))
+    arguments = kernel_arguments(problem) | pointer("out", out, ("batch", "head", "query", "dim"))
     arguments |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n}
     grid = (num_tiles * problem.num_kv_heads * problem.batch,)
     return Launch(prefill_kernel, grid, arguments, config.num_warps, config.num_stages)

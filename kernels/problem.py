@@ -1,6 +1,5 @@
 """One attention call, checked: what both attention kernels and the twin are built from."""
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -12,14 +11,14 @@ from . import autotune, checks
 from .errors import KernelInputError, KernelTypeError
 from .launch import device_limits
 
-LOG2E = math.log2(math.e)
-
 
 @dataclass(frozen=True)
 class AttentionProblem:
     """A checked attention call. `mask` is expanded to [B, H_q, Q, kv_len] (broadcast dims have stride 0).
 
-    A causal offset or a window that hides nothing is dropped here, so that it costs nothing later.
+    A causal offset or a window that hides nothing is dropped here, so that it costs nothing later. `query_offset` is
+    the logical key at which query 0 stands, `extent` the one behind the row's last token; `shared_prefix` counts the
+    first tokens, which all rows share.
     """
 
     q: Tensor
@@ -32,8 +31,15 @@ class AttentionProblem:
     causal_offset: int | None
     window: int | None
     mask: Tensor | None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    softcap: float | None
+    sinks: Tensor | None
+    chunk: int | None
+    slopes: Tensor | None
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    extent: int
+    query_offset: int
+    shared_prefix: int
 
     @property
     def batch(self) -> int:
@@ -76,7 +82,25 @@ class AttentionProblem:
     @property
     def span(self) -> int:
         """Upper bound of the keys that one tile of queries reads."""
-        return self.kv_len if self.window is None else min(self.kv_len, self.window + self.q_len)
+        limits = [limit + self.q_len for limit in (self.window, self.chunk) if limit is not None]
+        return min(self.kv_len, *limits) if limits else self.kv_len
+
+    @property
+    def head_tiles(self) -> tuple[int, int]:
+        """K's dims in two pieces, powers of two: the first, and what lies behind it (0 if nothing)."""
+        return head_tiles(self.head_dim)
+
+    @property
+    def value_tile(self) -> int:
+        """V's dims, padded to a power of two."""
+        return max(16, triton.next_power_of_2(self.v_head_dim))
+
+    @property
+    def v_is_k(self) -> bool:
+        """Whether V is the first piece of K, in the same memory: then each page is read once."""
+        k, v = self.k_arena, self.v_arena
+        same = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.dtype == k.dtype
+        return same and self.v_head_dim == self.head_tiles[0]
 
     def tuning_key(self) -> tuple[Hashable, ...]:
         """Exactly what changes the fastest configuration; the lengths enter as powers of two."""
@@ -95,49 +119,19 @@ class AttentionProblem:
             self.mask is not None,
             self.has_bias,
             self.softcap is not None,
+            self.chunk is not None,
+            self.slopes is not None,
+            self.k_arena.dtype,
+            autotune.bucket(self.shared_prefix, 1, 32768) if self.shared_prefix else 0,
         )
 
-    def kernel_arguments(self) -> dict[str, object]:
-        """Arguments that the decode and the prefill kernel share, by parameter name."""
-        base = 1.0 if self.has_bias else LOG2E
-        arguments: dict[str, object] = {
-            "block_table_ptr": self.block_table,
-            "table_batch_stride": self.block_table.stride(0),
-            "table_block_stride": self.block_table.stride(1),
-            "seq_lens_ptr": self.seq_lens,
-            "kv_len": self.kv_len,
-            "score_scale": self.scale / self.softcap if self.softcap else self.scale * base,
-            "softcap": (self.softcap or 0.0) * base,
-            "sinks_ptr": self.sinks,
-            "causal_offset": self.causal_offset or 0,
-            "window": self.window or 0,
-            "num_kv_heads": self.num_kv_heads,
-            "packed_rows": self.packed_rows,
-            "GROUP": self.group,
-            "HEAD_DIM": self.head_dim,
-            "V_HEAD_DIM": self.v_head_dim,
-            "BLOCK_SIZE": self.k_arena.shape[2],
-            "TILE_D": max(16, triton.next_power_of_2(self.head_dim)),
-            "TILE_DV": max(16, triton.next_power_of_2(self.v_head_dim)),
-            "IS_CAUSAL": self.causal_offset is not None,
-            "HAS_WINDOW": self.window is not None,
-            "HAS_MASK": self.mask is not None,
-            "HAS_BIAS": self.has_bias,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "HAS_SINKS": self.sinks is not None,
-        }
-        arguments |= pointer("q", self.q, ("batch", "head", "query", "dim"))
-        arguments |= pointer("k_arena", self.k_arena, ("block", "head", "slot", "dim"))
-        arguments |= pointer("v_arena", self.v_arena, ("block", "head", "slot", "dim"))
-        mask = self.mask.view(torch.uint8) if self.mask is not None and not self.has_bias else self.mask
-        arguments |= pointer("mask", mask, ("batch", "head", "query", "key"))
-        return arguments
 
-
-def pointer(name: str, value: Tensor | None, dims: tuple[str, ...]) -> dict[str, object]:
-    """`{name}_ptr` and a `{name}_{dim}_stride` per dim; an absent tensor has no pointer and zero strides."""
-    strides = value.stride() if value is not None else (0,) * len(dims)
-    return {f"{name}_ptr": value, **{f"{name}_{dim}_stride": s for dim, s in zip(dims, strides, strict=True)}}
+def head_tiles(head_dim: int) -> tuple[int, int]:
+    """Two powers of two, 16 or more, that cover a head dim: (128, 64) of 192; (128, 0) of 128; (128, 0) of 112."""
+    whole = max(16, triton.next_power_of_2(head_dim))
+    first = whole // 2
+    rest = max(16, triton.next_power_of_2(max(1, head_dim - first)))
+    return (first, rest) if first >= 16 and first < head_dim and rest < first else (whole, 0)
 
 
 def attention_problem(
@@ -148,19 +142,27 @@ def attention_problem(
     seq_lens: Tensor,
     kv_len: int,
     scale: float,
-    causal_offset: int | None,
-    window: int | None,
-    mask: Tensor | None,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    extent: int | None = None,
+    shared_prefix: int = 0,
 ) -> AttentionProblem:
     """Check every argument of an attention call; raises KernelInputError or KernelTypeError."""
     checks.arena("k_arena", k_arena)
     checks.arena("v_arena", v_arena)
     checks.pair(k_arena, v_arena)
-    checks.tensor("q", q, 4, (k_arena.dtype,))
+    checks.tensor("q", q, 4, checks.compute_dtypes(k_arena))
     checks.same("device", "q", q.device, "k_arena", k_arena.device)
     checks.same("head dim", "q", q.shape[3], "k_arena", k_arena.shape[3])
+    checks.scales("k_scales", k_scales, k_arena)
+    checks.scales("v_scales", v_scales, v_arena)
     batch, width = checks.table(block_table, seq_lens, k_arena)
     checks.same("batch size", "q", q.shape[0], "block_table", batch)
     num_heads, num_kv_heads = q.shape[1], k_arena.shape[1]
@@ -169,37 +171,65 @@ def attention_problem(
             f"q has {num_heads} heads, the arenas have {num_kv_heads}; allowed: a multiple of the arenas' "
             "heads; pass q as [B, H_q, Q, D]"
         )
-    checks.context_length(kv_len, width, k_arena.shape[2])
+    if extent is None:
+        extent = checks.context_length(kv_len, width, k_arena.shape[2])
+    else:
+        checks.integer("kv_len", kv_len, 1, checks.MAX_POSITION)
+        checks.integer("extent", extent, 0, min(width * k_arena.shape[2], checks.MAX_POSITION))
     if not isinstance(scale, (int, float)):
         raise KernelTypeError(f"scale is a {type(scale).__name__}; pass a float such as head_dim ** -0.5")
-    causal_offset, window = _visible_limits(causal_offset, window, q.shape[2], kv_len)
+    query_offset = extent - q.shape[2] if causal_offset is None else causal_offset
+    causal_offset, window = _visible_limits(causal_offset, window, chunk, q.shape[2], kv_len)
     if mask is not None:
         mask = _expand_mask(mask, q, kv_len)
     if softcap is not None:
         softcap = checks.positive("softcap", softcap)
     if sinks is not None:
-        checks.sinks(sinks, q)
+        checks.per_head("sinks", sinks, q)
+    if slopes is not None:
+        checks.per_head("slopes", slopes, q)
     return AttentionProblem(
-        q, k_arena, v_arena, block_table, seq_lens, kv_len, float(scale), causal_offset, window, mask, softcap, sinks
+        q,
+        k_arena,
+        v_arena,
+        block_table,
+        seq_lens,
+        kv_len,
+        float(scale),
+        causal_offset,
+        window,
+        mask,
+        softcap,
+        sinks,
+        chunk,
+        slopes,
+        k_scales,
+        v_scales,
+        extent,
+        query_offset,
+        checks.shared_prefix(shared_prefix, k_arena.shape[2], width),
     )
 
 
 def _visible_limits(
-    causal_offset: int | None, window: int | None, q_len: int, kv_len: int
+    causal_offset: int | None, window: int | None, chunk: int | None, q_len: int, kv_len: int
 ) -> tuple[int | None, int | None]:
     if causal_offset is None:
-        if window is not None:
-            raise KernelInputError(
-                f"window is {window} but causal_offset is None; a window is counted back from the causal "
-                "diagonal: pass causal_offset (kv_len - q_len for the usual one)"
-            )
+        for name, limit in (("window", window), ("chunk", chunk)):
+            if limit is not None:
+                raise KernelInputError(
+                    f"{name} is {limit} but causal_offset is None; a {name} is counted back from the causal "
+                    "diagonal: pass causal_offset (kv_len - q_len for the usual one)"
+                )
         return None, None
     checks.integer("causal_offset", causal_offset, -checks.MAX_POSITION, checks.MAX_POSITION)
+    if chunk is not None:
+        checks.integer("chunk", chunk, 1, checks.MAX_POSITION)
     if window is not None:
         checks.integer("window", window, 1, 2**63 - 1)
         if window >= q_len + causal_offset:
             window = None
-    if window is None and causal_offset >= kv_len - 1:
+    if window is None and chunk is None and causal_offset >= kv_len - 1:
         causal_offset = None
     return causal_offset, window
 

@@ -4,6 +4,8 @@ Each takes its wrapper's arguments; `compute_dtype` is the dtype of the arithmet
 only the writes read a tensor back to the host.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,23 +27,51 @@ def attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    extent: int | None = None,
+    shared_prefix: int = 0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Twin of `kernels.attention`."""
     problem = attention_problem(
-        q, k_arena, v_arena, block_table, seq_lens, kv_len, scale, causal_offset, window, mask, softcap, sinks
+        q,
+        k_arena,
+        v_arena,
+        block_table,
+        seq_lens,
+        kv_len,
+        scale,
+        causal_offset,
+        window,
+        mask,
+        softcap,
+        sinks,
+        chunk,
+        slopes,
+        k_scales,
+        v_scales,
+        extent,
+        shared_prefix,
     )
     batch, num_heads, q_len, _ = problem.out_shape
     packed = (batch, problem.num_kv_heads, problem.packed_rows)
-    k = _gather(k_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, D]
-    v = _gather(v_arena, block_table, seq_lens, kv_len).to(compute_dtype)  # [B, H_kv, S, Dv]
+    tokens = _tokens(seq_lens, kv_len, problem.extent)
+    k = _gather(k_arena, block_table, seq_lens, tokens, k_scales, compute_dtype)  # [B, H_kv, S, D]
+    v = _gather(v_arena, block_table, seq_lens, tokens, v_scales, compute_dtype)  # [B, H_kv, S, Dv]
     rows = q.reshape(*packed, problem.head_dim).to(compute_dtype)  # [B, H_kv, GROUP * Q, D]
     scores = (rows @ k.mT).mul_(scale).view(batch, num_heads, q_len, kv_len)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if slopes is not None:
+        positions = torch.arange(q_len, device=q.device)[:, None] + problem.query_offset  # [Q, 1]
+        distances = torch.arange(kv_len, device=q.device) - positions  # [Q, S]
+        scores += slopes.to(compute_dtype)[:, None, None] * distances
     if problem.mask is not None and problem.has_bias:
         scores += problem.mask
-    visible = _visible(problem)
+    visible = _visible(problem, tokens)
     if visible is not None:
         scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
@@ -52,11 +82,14 @@ def attention(
     return (weights.reshape(*packed, kv_len) @ v).view(problem.out_shape).to(q.dtype)
 
 
-def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+def cache_write(
+    arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor, *, scales: Tensor | None = None
+) -> None:
     """Twin of `kernels.cache_write`."""
     batch, _ = checks.table(block_table, seq_lens, checks.arena("arena", arena))
     checks.write("new", arena, new, batch)
-    _write(((arena, new),), block_table, seq_lens)
+    checks.scales("scales", scales, arena)
+    _write(((arena, new, scales),), block_table, seq_lens)
 
 
 def cache_write_kv(
@@ -66,6 +99,9 @@ def cache_write_kv(
     v_new: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """Twin of `kernels.cache_write_kv`."""
     batch, _ = checks.table(block_table, seq_lens, checks.arena("k_arena", k_arena))
@@ -74,35 +110,69 @@ def cache_write_kv(
     checks.write("k_new", k_arena, k_new, batch)
     checks.write("v_new", v_arena, v_new, batch)
     checks.same("token count", "v_new", v_new.shape[2], "k_new", k_new.shape[2])
-    _write(((k_arena, k_new), (v_arena, v_new)), block_table, seq_lens)
+    checks.scales("k_scales", k_scales, k_arena)
+    checks.scales("v_scales", v_scales, v_arena)
+    _write(((k_arena, k_new, k_scales), (v_arena, v_new, v_scales)), block_table, seq_lens)
 
 
-def copy_blocks(arena: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
+def copy_blocks(arenas: Tensor | Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor) -> None:
     """Twin of `kernels.copy_blocks`."""
-    checks.copy(checks.arena("arena", arena), src_ids, dst_ids)
-    arena[dst_ids.long()] = arena[src_ids.long()]
+    for arena in checks.copy(arenas, src_ids, dst_ids):
+        arena[dst_ids.long()] = arena[src_ids.long()]
 
 
-def gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
-    """Twin of `kernels.gather`; a copy, so there is no `compute_dtype`."""
+def gather(
+    arena: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    kv_len: int,
+    *,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Twin of `kernels.gather`; its arithmetic is float32, as the kernel's."""
     _, width = checks.table(block_table, seq_lens, checks.arena("arena", arena))
     checks.context_length(kv_len, width, arena.shape[2])
-    return _gather(arena, block_table, seq_lens, kv_len)
+    checks.scales("scales", scales, arena)
+    dtype = checks.gathered("dtype", dtype, arena)
+    tokens = _tokens(seq_lens, kv_len, kv_len)
+    return _gather(arena, block_table, seq_lens, tokens, scales, torch.float32 if scales is not None else dtype).to(
+        dtype
+    )
 
 
-def _gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
+def quantize(new: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values of `dtype` [..., D] and their float32 scales [...], one for each vector of `new` [..., D]."""
+    top = checks.QUANTIZED_MAX[dtype]
+    values = new.float()
+    scales = values.abs().amax(-1).clamp_min(checks.LEAST_AMAX) / top
+    scaled = values * (1.0 / scales)[..., None]
+    if dtype == torch.int8:
+        scaled = (scaled + 0.5).floor()
+    return scaled.clamp(-top, top).to(dtype), scales
+
+
+def _tokens(seq_lens: Tensor, kv_len: int, extent: int) -> Tensor:
+    """Row position of each logical key [B, S]."""
+    return torch.arange(kv_len, device=seq_lens.device) - (extent - seq_lens[:, None])
+
+
+def _gather(
+    arena: Tensor, block_table: Tensor, seq_lens: Tensor, tokens: Tensor, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Dense [B, H_kv, S, D] of the row positions `tokens` [B, S], zeros where a row has no token."""
     block_size = arena.shape[2]
-    starts = kv_len - seq_lens[:, None]  # [B, 1]
-    tokens = torch.arange(kv_len, device=arena.device) - starts  # [B, S]
-    padding = tokens < 0
-    tokens = tokens.clamp_min(0)
+    absent = (tokens < 0) | (tokens >= seq_lens[:, None])
+    tokens = tokens.masked_fill(absent, 0)
     block_ids = block_table.gather(1, tokens // block_size).long()  # [B, S]
-    dense = arena.transpose(1, 2)[block_ids, tokens % block_size]  # [B, S, H_kv, D]
-    return dense.masked_fill_(padding[..., None, None], 0.0).transpose(1, 2).contiguous()
+    dense = arena.transpose(1, 2)[block_ids, tokens % block_size].to(dtype)  # [B, S, H_kv, D]
+    if scales is not None:
+        dense = dense * scales.transpose(1, 2)[block_ids, tokens % block_size].to(dtype)[..., None]
+    return dense.masked_fill_(absent[..., None, None], 0.0).transpose(1, 2).contiguous()
 
 
-def _write(pairs: tuple[tuple[Tensor, Tensor], ...], block_table: Tensor, seq_lens: Tensor) -> None:
-    arena, new = pairs[0]
+def _write(triples: tuple[tuple[Tensor, Tensor, Tensor | None], ...], block_table: Tensor, seq_lens: Tensor) -> None:
+    arena, new, _ = triples[0]
     num_new, block_size = new.shape[2], arena.shape[2]
     if num_new == 0:
         return
@@ -119,26 +189,33 @@ def _write(pairs: tuple[tuple[Tensor, Tensor], ...], block_table: Tensor, seq_le
     written &= block_ids != 0
     batch_ids, source_ids = written.nonzero(as_tuple=True)
     block_ids, slots = block_ids[written], tokens[written] % block_size
-    for arena, new in pairs:
+    for arena, new, scales in triples:
         values = new.transpose(1, 2)[batch_ids, source_ids.clamp_max(num_new - 1)]  # [writes, H_kv, D]
         values.masked_fill_((source_ids >= num_new)[:, None, None], 0.0)
+        if scales is not None:
+            values, scales.transpose(1, 2)[block_ids, slots] = quantize(values, arena.dtype)
         arena.transpose(1, 2)[block_ids, slots] = values
 
 
-def _visible(problem: AttentionProblem) -> Tensor | None:
+def _visible(problem: AttentionProblem, tokens: Tensor) -> Tensor | None:
     """Which keys each query sees, broadcastable to [B, H_q, Q, S]; None where all do."""
-    device, kv_len = problem.q.device, problem.kv_len
-    keys = torch.arange(kv_len, device=device)  # [S]
+    device = problem.q.device
+    keys = torch.arange(problem.kv_len, device=device)  # [S]
+    seq_lens = problem.seq_lens[:, None]
     conditions = []
     if problem.mask is None:
-        conditions.append((keys >= kv_len - problem.seq_lens[:, None])[:, None, None, :])
+        conditions.append(((tokens >= 0) & (tokens < seq_lens))[:, None, None, :])
     elif not problem.has_bias:
         conditions.append(problem.mask)
+    last_keys = torch.arange(problem.q_len, device=device)[:, None] + problem.query_offset  # [Q, 1]
     if problem.causal_offset is not None:
-        last_keys = torch.arange(problem.q_len, device=device)[:, None] + problem.causal_offset  # [Q, 1]
         conditions.append(keys <= last_keys)
-        if problem.window is not None:
-            conditions.append(keys > last_keys - problem.window)
+    if problem.window is not None:
+        conditions.append(keys > last_keys - problem.window)
+    if problem.chunk is not None:
+        own = last_keys[None] - (problem.extent - seq_lens)[..., None]  # [B, Q, 1]
+        first = own.clamp_min(0) // problem.chunk * problem.chunk
+        conditions.append((tokens[:, None, :] >= first)[:, None])
     visible = None
     for condition in conditions:
         visible = condition if visible is None else visible & condition

@@ -137,8 +137,9 @@ def cache_write(layer: Layer, lengths: Sequence[int], count: int, new_bytes: int
 
 
 def copy_blocks(block_bytes: int, count: int, id_bytes: int = 8) -> Work:
-    """Copies of `count` blocks of `block_bytes` in one arena; ids are int64 unless `id_bytes` says otherwise."""
-    return Work(count * (block_bytes + 2 * id_bytes), count * block_bytes)
+    """Copies of `count` blocks of `block_bytes` in one arena, whose address and size are read, too; ids are int64
+    unless `id_bytes` says otherwise."""
+    return Work(count * (block_bytes + 2 * id_bytes) + 16, count * block_bytes)
 
 
 def gather(token_bytes: int, heads: int, lengths: Sequence[int], kv_len: int, block_size: int) -> Work:

@@ -5,9 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import checks
-from .common import load_block_ids
+from .arguments import pointer
+from .common import load_block_ids, quantized
 from .launch import INTERPRETED, Launch
-from .problem import pointer
 
 TILE_ELEMENTS = 4096
 
@@ -24,6 +24,10 @@ def write_tile(
     new_head_stride,
     new_token_stride,
     new_dim_stride,
+    scales_ptr,
+    scales_block_stride,
+    scales_head_stride,
+    scales_slot_stride,
     batch,
     head,
     first_new,
@@ -34,8 +38,10 @@ def write_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
+    QUANTIZED_MAX: tl.constexpr,
+    LEAST_AMAX: tl.constexpr,
 ):
-    """Store the new tokens of a tile, zeros past the last one."""
+    """Store the new tokens of a tile, zeros past the last one; each with its scale where they are quantised."""
     d_offs = tl.arange(0, TILE_D)  # [TILE_D]
     mask = token_mask[:, None] & (d_offs < HEAD_DIM)[None, :]  # [TILE_T, TILE_D]
     sources = (tokens - first_new).to(tl.int64)  # [TILE_T]
@@ -45,6 +51,10 @@ def write_tile(
     arena_offs = block_ids * arena_block_stride + tokens % BLOCK_SIZE * arena_slot_stride  # [TILE_T]
     arena_ptrs = arena_ptr + head * arena_head_stride
     arena_ptrs += arena_offs[:, None] + d_offs[None, :] * arena_dim_stride
+    if QUANTIZED_MAX > 0:
+        new, scales = quantized(new, arena_ptr.dtype.element_ty, QUANTIZED_MAX, LEAST_AMAX)
+        scale_offs = block_ids * scales_block_stride + tokens % BLOCK_SIZE * scales_slot_stride  # [TILE_T]
+        tl.store(scales_ptr + head * scales_head_stride + scale_offs, scales, mask=token_mask)
     tl.store(arena_ptrs, new, mask=mask)
 
 
@@ -60,6 +70,10 @@ def cache_write_kernel(
     k_new_head_stride,
     k_new_token_stride,
     k_new_dim_stride,
+    k_scales_ptr,
+    k_scales_block_stride,
+    k_scales_head_stride,
+    k_scales_slot_stride,
     v_arena_ptr,
     v_arena_block_stride,
     v_arena_head_stride,
@@ -70,6 +84,10 @@ def cache_write_kernel(
     v_new_head_stride,
     v_new_token_stride,
     v_new_dim_stride,
+    v_scales_ptr,
+    v_scales_block_stride,
+    v_scales_head_stride,
+    v_scales_slot_stride,
     block_table_ptr,
     table_batch_stride,
     table_block_stride,
@@ -83,6 +101,8 @@ def cache_write_kernel(
     TILE_T: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_DV: tl.constexpr,
+    QUANTIZED_MAX: tl.constexpr,
+    LEAST_AMAX: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     batch = pid // num_kv_heads
@@ -111,6 +131,10 @@ def cache_write_kernel(
         k_new_head_stride,
         k_new_token_stride,
         k_new_dim_stride,
+        k_scales_ptr,
+        k_scales_block_stride,
+        k_scales_head_stride,
+        k_scales_slot_stride,
         batch,
         head,
         first_new,
@@ -121,6 +145,8 @@ def cache_write_kernel(
         BLOCK_SIZE,
         HEAD_DIM,
         TILE_D,
+        QUANTIZED_MAX,
+        LEAST_AMAX,
     )
     if HAS_V:
         write_tile(
@@ -134,6 +160,10 @@ def cache_write_kernel(
             v_new_head_stride,
             v_new_token_stride,
             v_new_dim_stride,
+            v_scales_ptr,
+            v_scales_block_stride,
+            v_scales_head_stride,
+            v_scales_slot_stride,
             batch,
             head,
             first_new,
@@ -144,6 +174,8 @@ def cache_write_kernel(
             BLOCK_SIZE,
             V_HEAD_DIM,
             TILE_DV,
+            QUANTIZED_MAX,
+            LEAST_AMAX,
         )
 
 
@@ -154,6 +186,8 @@ def plan(
     v_new: Tensor | None,
     block_table: Tensor,
     seq_lens: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Launch:
     """The launch that writes one arena, or two where `v_arena` and `v_new` are given."""
     batch, num_kv_heads, num_new, head_dim = k_new.shape
@@ -176,26 +210,36 @@ def plan(
         "TILE_T": tile_t,
         "TILE_D": tile_d,
         "TILE_DV": tile_dv,
+        "QUANTIZED_MAX": checks.QUANTIZED_MAX.get(k_arena.dtype, 0.0),
+        "LEAST_AMAX": checks.LEAST_AMAX,
     }
-    for name, arena, new in (("k", k_arena, k_new), ("v", v_arena, v_new)):
+    for name, arena, new, scales in (("k", k_arena, k_new, k_scales), ("v", v_arena, v_new, v_scales)):
         arguments |= pointer(f"{name}_arena", arena, ("block", "head", "slot", "dim"))
         arguments |= pointer(f"{name}_new", new, ("batch", "head", "token", "dim"))
+        arguments |= pointer(f"{name}_scales", scales, ("block", "head", "slot"))
     tiles = triton.cdiv(reach, tile_t) if num_new else 0
     return Launch(cache_write_kernel, (batch * num_kv_heads, tiles), arguments)
 
 
-def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+def cache_write(
+    arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor, *, scales: Tensor | None = None
+) -> None:
     """Write new [B, H_kv, n, D] into the pages of each row, in place.
 
     Row b's tokens go to row positions seq_lens[b] - n .. seq_lens[b] - 1; `seq_lens` already counts them.
     Positions below zero (virtual padding) are skipped. The slots after the last token are zeroed in a block
     whose slot 0 this call writes. A write that the table sends to block 0, the zero page, is dropped. The
-    caller owns every block written and shares none of them. Raises KernelInputError or KernelTypeError.
+    caller owns every block written and shares none of them.
+
+    An arena of float8_e4m3fn or int8 takes `new` of any float dtype and `scales` float32 [num_blocks, H_kv,
+    block_size]: a token's scale is its largest magnitude over the largest that the arena's dtype holds, written in
+    the same launch. Raises KernelInputError or KernelTypeError.
     """
     batch, _ = checks.table(block_table, seq_lens, checks.arena("arena", arena))
     checks.write("new", arena, new, batch)
-    checks.launchable(arena, INTERPRETED)
-    plan(arena, None, new, None, block_table, seq_lens).run()
+    checks.scales("scales", scales, arena)
+    checks.launchable(arena, INTERPRETED, arena)
+    plan(arena, None, new, None, block_table, seq_lens, scales).run()
 
 
 def cache_write_kv(
@@ -205,6 +249,9 @@ def cache_write_kv(
     v_new: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> None:
     """`cache_write` of a layer's K and V in one launch; their head dims may differ."""
     batch, _ = checks.table(block_table, seq_lens, checks.arena("k_arena", k_arena))
@@ -213,5 +260,7 @@ def cache_write_kv(
     checks.write("k_new", k_arena, k_new, batch)
     checks.write("v_new", v_arena, v_new, batch)
     checks.same("token count", "v_new", v_new.shape[2], "k_new", k_new.shape[2])
-    checks.launchable(k_arena, INTERPRETED)
-    plan(k_arena, v_arena, k_new, v_new, block_table, seq_lens).run()
+    checks.scales("k_scales", k_scales, k_arena)
+    checks.scales("v_scales", v_scales, v_arena)
+    checks.launchable(k_arena, INTERPRETED, k_arena)
+    plan(k_arena, v_arena, k_new, v_new, block_table, seq_lens, k_scales, v_scales).run()

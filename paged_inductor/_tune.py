@@ -76,9 +76,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="(default: 1 8 64)")
+    batches, contexts = [1, 2, 4, 8, 16, 32, 64], [1024, 2048, 4096, 8192, 16384, 32768]  # each a key of its own
+    parser.add_argument("--batch", type=int, nargs="+", default=batches, help="(default: powers of two to 64)")
     parser.add_argument(
-        "--context", type=int, nargs="+", default=[1024, 8192, 32768], help="(default: 1024 8192 32768)"
+        "--context", type=int, nargs="+", default=contexts, help="(default: powers of two from 1024 to 32768)"
     )
 
 

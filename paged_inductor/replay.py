@@ -7,6 +7,7 @@ before every replay. So a step is recorded again only when an arena or a table h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,19 +33,27 @@ class Replay:
 
     def __init__(self, state: GraphState) -> None:
         self._held = state.held
-        self._buffers = {
-            held.index: torch.zeros((), dtype=torch.int64, device=held.node.meta["example_value"].device)
-            for held in state.held
-            if held.kind == "length"
-        }
+        self._local = threading.local()  # as Inductor's recordings: threads may run on streams of their own
         self._recorded: set[tuple[object, ...]] = set()
+
+    def _buffers(self) -> dict[int, torch.Tensor]:
+        """The calling thread's tensors of lengths, by the position of the argument that they hold."""
+        if not hasattr(self._local, "buffers"):
+            with torch.inference_mode(False):  # filled in every mode, whoever made them
+                self._local.buffers = {
+                    held.index: torch.zeros((), dtype=torch.int64, device=held.node.meta["example_value"].device)
+                    for held in self._held
+                    if held.kind == "length"
+                }
+        return self._local.buffers
 
     def inputs(self, args: Sequence[Any], plans: Sequence[GroupPlan], tables: Sequence[torch.Tensor]) -> list[Any]:
         """The held inputs for a call with `args`; `tables` are the block tables of the plans' groups."""
         values: list[Any] = []
+        buffers = self._buffers()
         for held in self._held:
             if held.kind == "length":
-                values.append(self._buffers[held.index].fill_(args[held.index]))
+                values.append(buffers[held.index].fill_(args[held.index]))
             elif held.kind == "width":
                 values.append(tables[held.index].shape[1])
             else:
@@ -54,6 +63,7 @@ class Replay:
     def note(self, inputs: Sequence[Any], plans: Sequence[GroupPlan]) -> None:
         """Count a call whose inputs are not where any earlier call's were: the compiler records the step anew."""
         places = [plan.group.arenas[site].data_ptr() for plan in plans for site in plan.sites]
+        places += [buffer.data_ptr() for buffer in self._buffers().values()]
         sizes = [value for value in inputs if isinstance(value, int)]
         key = (*places, *sizes)
         if key not in self._recorded:

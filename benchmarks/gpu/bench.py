@@ -78,7 +78,7 @@ class Bench:
     def _guarded(self, run: Callable[[Any, Bench], Cell], case: Any) -> Cell:
         try:
             found = run(case, self)
-        except NotMeasured as why:
+        except (NotMeasured, ImportError) as why:
             return {"status": "not measured", "why": str(why)}
         except Exception as error:  # one case must not cost the others their time on the device
             if self.tiny:

@@ -73,9 +73,11 @@ def dense(pages: Pages, row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V of one row, [1, H_kv, S, D] in `dtype`, by plain indexing."""
     found = []
     for name, arena in (("k", pages.k_arena), ("v", pages.v_arena)):
-        values = arena[pages.block_table[row].long()].to(dtype)  # [W, H_kv, block_size, D]
+        ids = pages.block_table[row].long()
         scales = pages.options.get(f"{name}_scales")
-        if scales is not None:
-            values = values * scales[pages.block_table[row].long()][..., None].to(dtype)
+        if scales is None:
+            values = arena[ids].to(dtype)  # [W, H_kv, block_size, D]
+        else:  # as bytes: not every build can index float8
+            values = arena.view(torch.uint8)[ids].view(arena.dtype).to(dtype) * scales[ids][..., None].to(dtype)
         found.append(values.transpose(0, 1).flatten(1, 2)[None, :, : pages.kv_len])
     return found[0], found[1]

@@ -12,7 +12,11 @@ __all__ = ["draw"]
 
 def draw(cells: Sequence[Cell], device: str, path: Path) -> None:
     """Decode by tokens in flight and prefill by queries, each as a share of what the data sheet allows."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: pip install matplotlib")
+        return
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -52,8 +52,6 @@ def attention(
     logits of one more key per head that has no value: they only add exp(sink) to the softmax's denominator.
     """
     dense = None if mask is None else mask.mask
-    if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):
-        return formulas.static_attention(q, k_arena, v_arena, plan, dense, scale=scale, softcap=softcap, sinks=sinks)
     if library.uses_kernels(q.device):
         return torch.ops.paged_inductor.attention(
             q,
@@ -68,7 +66,11 @@ def attention(
             dense,
             softcap,
             sinks,
+            extent=plan.extent if plan.static else None,
+            shared_prefix=plan.shared_prefix,
         )
+    if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):
+        return formulas.static_attention(q, k_arena, v_arena, plan, dense, scale=scale, softcap=softcap, sinks=sinks)
     one_query = isinstance(q.shape[2], int) and q.shape[2] == 1
     if one_query and plan.chunks is not None and (plan.bounded or causal_offset is None):
         return decode_attention(q, k_arena, v_arena, plan, mask, scale, softcap, sinks)
@@ -96,17 +98,17 @@ def gather(arena: Tensor, plan: StepPlan) -> Tensor:
     return formulas.gather(arena, plan)
 
 
-def copy_blocks(arena: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """arena[destinations] = arena[sources]; int64 [n], each destination once and no source among them."""
-    implementation = kernels if library.uses_kernels(arena.device) else reference
-    implementation.copy_blocks(arena, sources, destinations)
+def copy_blocks(arenas: Tensor | Sequence[Tensor], sources: Tensor, destinations: Tensor) -> None:
+    """arena[destinations] = arena[sources] in each arena; int64 [n], each destination once and no source among them."""
+    device = arenas.device if isinstance(arenas, Tensor) else arenas[0].device
+    implementation = kernels if library.uses_kernels(device) else reference
+    implementation.copy_blocks(arenas, sources, destinations)
 
 
 def execute_copies(arenas: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks (source, destination) in every one of `arenas`: the copy in copy-on-write."""
+    """Copy blocks (source, destination) in every one of `arenas`, in one launch: the copy in copy-on-write."""
     if not copies:
         return
     sources, destinations = torch.tensor(copies, dtype=torch.int64, device=arenas[0].device).T.contiguous()
     with torch.no_grad():
-        for arena in arenas:
-            copy_blocks(arena, sources, destinations)
+        copy_blocks(arenas, sources, destinations)

@@ -47,9 +47,17 @@ def attention(
     mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    extent: int | None = None,
+    shared_prefix: int = 0,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`."""
     variant = {"causal_offset": causal_offset, "window": window, "mask": mask, "softcap": softcap, "sinks": sinks}
+    variant |= {"chunk": chunk, "slopes": slopes, "k_scales": k_scales, "v_scales": v_scales}
+    variant |= {"extent": extent, "shared_prefix": shared_prefix}
     pages = (k_arena, v_arena, block_table, seq_lens, kv_len)
     if uses_kernels(q.device):
         return kernels.attention(q, *pages, scale=scale, **variant, deterministic=config().deterministic)
@@ -70,6 +78,12 @@ def _(
     mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
+    slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    extent: int | None = None,
+    shared_prefix: int = 0,
 ) -> Tensor:
     return q.new_empty((*q.shape[:3], v_arena.shape[3]))
 

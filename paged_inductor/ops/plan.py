@@ -42,7 +42,8 @@ class StepPlan(NamedTuple):
     new_tokens: how many tokens per row this step writes (0 when it only reads).
     block_size: tokens per block. chunks: for decode on the CPU, else None. bounded: the chunks hold only what a causal
     bound and a window let one query see (`plan_window`). static: the rows are the first `extent` of `kv_len` positions
-    of a buffer, and the others are zeros (`plan_static`).
+    of a buffer, and the others are zeros (`plan_static`). shared_prefix: so many first tokens are in the same blocks in
+    all rows (`runtime.sharing`), and kernels read them once.
     """
 
     block_table: Tensor
@@ -54,6 +55,7 @@ class StepPlan(NamedTuple):
     bounded: bool = False
     static: bool = False
     extent: Size = 0
+    shared_prefix: Size = 0
 
 
 class MaskPlan(NamedTuple):
@@ -76,6 +78,7 @@ def plan_step(
     block_size: int,
     num_chunks: Size = 0,
     row_chunks: Size = 0,
+    shared_prefix: Size = 0,
 ) -> StepPlan:
     """The plan of a step; see `StepPlan`.
 
@@ -85,7 +88,7 @@ def plan_step(
     chunks = None
     if not (isinstance(num_chunks, int) and num_chunks == 0) and block_table.device.type == "cpu":
         chunks = _chunks(block_table, seq_lens, kv_len, block_size, num_chunks, row_chunks)
-    return StepPlan(block_table, seq_lens, kv_len, new_tokens, block_size, chunks)
+    return StepPlan(block_table, seq_lens, kv_len, new_tokens, block_size, chunks, shared_prefix=shared_prefix)
 
 
 def plan_window(plan: StepPlan, causal_offset: Size, window: Size | None) -> StepPlan:

@@ -276,6 +276,7 @@ class CacheGroup:
         for row in self.live_rows():
             before = row.blocks[:]
             row.blocks[:] = [renamed.get(block, block) for block in before]
+            row.away = any(block < 0 for block in row.blocks)
             if self.sanitizer is not None:
                 self.sanitizer.renamed(row, before, renamed)
 

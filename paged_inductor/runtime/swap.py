@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
 
 def missing(rows: Iterable[Row]) -> list[int]:
     """The swapped blocks of some rows, each once."""
-    return list(dict.fromkeys(block for row in rows for block in row.blocks if block < 0))
+    return list(dict.fromkeys(block for row in rows if row.away for block in row.blocks if block < 0))
 
 
 class SwapSpace:

@@ -31,15 +31,17 @@ __all__ = [
 class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
-    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `stamps` are
-    the blocks' generations from when they were put here, as far as the sanitizer noted them; None without one.
+    `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
+    of the blocks may be swapped. `stamps` are the blocks' generations from when they were put here, as far as the
+    sanitizer noted them; None without one.
     """
 
-    __slots__ = ("blocks", "length", "live", "stamps")
+    __slots__ = ("away", "blocks", "length", "live", "stamps")
 
-    def __init__(self, blocks: list[int], length: int) -> None:
+    def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
         self.blocks = blocks
         self.length = length
+        self.away = away
         self.live: dict[int, int] = {}
         self.stamps: list[int] | None = None
 
@@ -101,7 +103,7 @@ def fork_row(
             blocks[j] = fresh[j]
         else:
             pool.retain(block)
-    return Row(blocks, length)
+    return Row(blocks, length, row.away)
 
 
 def private_blocks(length: int, block_size: int, first: int, stop: int) -> list[int]:

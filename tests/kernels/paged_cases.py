@@ -10,10 +10,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paged_inductor.kernels import reference
+
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 THOROUGHNESS = {"ci": 1, "fuzz": 30}
 
 
@@ -36,7 +39,10 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 @dataclass(frozen=True, repr=False)
 class PagedBatch:
-    """K and V of one layer, dense [B, H_kv, kv_len, D] (zeros at virtual padding) and the same in pages."""
+    """K and V of one layer, dense [B, H_kv, kv_len, D] (zeros at virtual padding) and the same in pages.
+
+    `dtype` is that of queries and new tokens; pages may be quantised.
+    """
 
     k: Tensor
     v: Tensor
@@ -46,15 +52,28 @@ class PagedBatch:
     seq_lens: Tensor
     kv_len: int
     seed: int
+    dtype: torch.dtype
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
     def __repr__(self) -> str:
-        shapes = f"k_arena={tuple(self.k_arena.shape)}, v_arena={tuple(self.v_arena.shape)}, {self.k.dtype}"
+        shapes = f"k_arena={tuple(self.k_arena.shape)}, v_arena={tuple(self.v_arena.shape)}, {self.k_arena.dtype}"
         return f"PagedBatch(seq_lens={self.seq_lens.tolist()}, {shapes}, seed={self.seed})"
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The pages' tensors that an attention call takes after q."""
+        return self.k_arena, self.v_arena, self.block_table, self.seq_lens
 
     @property
     def pages(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """What an attention call takes after q."""
-        return self.k_arena, self.v_arena, self.block_table, self.seq_lens, self.kv_len
+        return *self.tensors, self.kv_len
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        """What an attention call or a write of K and V takes by name."""
+        return {"k_scales": self.k_scales, "v_scales": self.v_scales}
 
     @property
     def generator(self) -> torch.Generator:
@@ -64,13 +83,13 @@ class PagedBatch:
         """Random q [B, H_q, Q, D], laid out as [B, Q, H_q, D]."""
         batch, num_kv_heads, _, head_dim = self.k.shape
         q = torch.randn(batch, q_len, num_kv_heads * group, head_dim, generator=self.generator)
-        return q.to(self.k.dtype).transpose(1, 2)
+        return q.to(self.dtype).transpose(1, 2)
 
 
 def new_arena(blocks: int, heads: int, block_size: int, dim: int, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """NaN but for the zero page; `transposed` puts the slots of a block side by side in memory."""
+    """NaN (int8: 127) but for the zero page; `transposed` puts the slots of a block side by side in memory."""
     shape = (blocks, heads, dim, block_size) if transposed else (blocks, heads, block_size, dim)
-    arena = torch.full(shape, float("nan"), dtype=dtype)
+    arena = torch.full(shape, 127 if dtype == torch.int8 else float("nan"), dtype=dtype)
     arena[0] = 0
     return arena.mT if transposed else arena
 
@@ -94,9 +113,11 @@ def build(
     transposed: bool = False,
     seed: int = 0,
     hidden: int = 0,
+    stored: torch.dtype | None = None,
 ) -> PagedBatch:
     """A batch whose blocks are a random permutation, with unreferenced blocks among them. A window hides the first
-    `hidden` keys: where they lie in pages, they are NaN."""
+    `hidden` keys: where they lie in pages, they are NaN. Pages of `stored`, if given, are quantised, and the dense
+    tensors are what they hold, in float32."""
     generator = torch.Generator().manual_seed(seed)
     kv_len = max(seq_lens)
     needed = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -106,16 +127,26 @@ def build(
         block_table[row, :count] = torch.tensor([ids.pop() for _ in range(count)], dtype=torch.int32)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
     padding = torch.arange(kv_len) < kv_len - lens[:, None]
-    dense, arenas = [], []
+    blocks = sum(needed) + 4
+    dense, arenas, scales = [], [], []
     for width, layout in ((dim, transposed), (v_dim, False)):
         values = torch.randn(len(seq_lens), heads, kv_len, width, generator=generator).to(dtype)
         values.masked_fill_(padding[:, None, :, None], 0.0)
-        values[:, :, :hidden] = float("nan")
-        arena = new_arena(sum(needed) + 4, heads, block_size, width, dtype, layout)
-        page(values, arena, block_table, lens)
-        dense.append(values[:, :, hidden:])
+        arena = new_arena(blocks, heads, block_size, width, stored or dtype, layout)
         arenas.append(arena)
-    return PagedBatch(*dense, *arenas, block_table, lens, kv_len - hidden, seed)
+        if stored is not None:
+            values, factors = reference.quantize(values, stored)
+            factors[:, :, :hidden] = float("nan")
+            scale_arena = new_arena(blocks, heads, block_size, 1, torch.float32, False)
+            page(factors[..., None], scale_arena, block_table, lens)
+            scales.append(scale_arena[..., 0])
+            page(values, arena, block_table, lens)
+            values = values.float() * factors[..., None]
+        else:
+            values[:, :, :hidden] = float("nan")
+            page(values, arena, block_table, lens)
+        dense.append(values[:, :, hidden:])
+    return PagedBatch(*dense, *arenas, block_table, lens, kv_len - hidden, seed, dtype, *scales)
 
 
 @st.composite
@@ -132,28 +163,36 @@ def paged_batches(draw: st.DrawFn, longest: int = 40) -> PagedBatch:
         transposed=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
         hidden=draw(st.sampled_from([0, 0, min(5, max(seq_lens) - 1), max(seq_lens) // 2])),
+        stored=draw(st.sampled_from([None, None, None, *QUANTIZED])),
     )
 
 
 @st.composite
-def visibilities(draw: st.DrawFn, kv_len: int, q_len: int) -> tuple[int | None, int | None]:
-    """(causal_offset, window), around and beyond the edges."""
+def visibilities(draw: st.DrawFn, kv_len: int, q_len: int) -> dict[str, int]:
+    """`causal_offset`, with it perhaps `window` and `chunk`, around and beyond the edges."""
     causal_offset = draw(st.none() | st.integers(-q_len, kv_len + 1) | st.just(kv_len - q_len))
-    window = None if causal_offset is None else draw(st.none() | st.integers(1, kv_len + q_len + 1))
-    return causal_offset, window
+    if causal_offset is None:
+        return {}
+    limits = {"causal_offset": causal_offset}
+    for name in ("window", "chunk"):
+        limit = draw(st.none() | st.none() | st.integers(1, kv_len + q_len + 1))
+        if limit is not None:
+            limits[name] = limit
+    return limits
 
 
 @st.composite
 def score_options(draw: st.DrawFn, num_heads: int) -> dict[str, object]:
-    """`softcap` from a bend to a wall, `sinks` from negligible to dominant; mostly neither."""
+    """`softcap` from a bend to a wall, `sinks` from negligible to dominant, `slopes`; mostly none of them."""
     options: dict[str, object] = {}
     softcap = draw(st.sampled_from([None, None, 0.5, 3.0, 30.0]))
     if softcap is not None:
         options["softcap"] = softcap
-    kind = draw(st.sampled_from([None, None, *DTYPES]))
-    if kind is not None:
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-        options["sinks"] = torch.randn(num_heads, generator=generator).mul(4).to(kind)
+    for name, spread in (("sinks", 4.0), ("slopes", 0.2)):
+        kind = draw(st.sampled_from([None, None, *DTYPES]))
+        if kind is not None:
+            generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+            options[name] = torch.randn(num_heads, generator=generator).mul(spread).to(kind)
     return options
 
 
@@ -172,3 +211,18 @@ def masks(draw: st.DrawFn, full: tuple[int, int, int, int]) -> Tensor | None:
     # float32 scores near float16's least number keep 2**-8 of precision: a row of them is no test of a kernel
     hidden = [float("-inf")] if kind == torch.float16 else [float("-inf"), torch.finfo(kind).min]
     return bias.masked_fill_(~seen, draw(st.sampled_from(hidden)))
+
+
+@st.composite
+def variants(draw: st.DrawFn, q: Tensor, batch: PagedBatch) -> dict[str, Any]:
+    """All that an attention call takes after q and the pages' tensors, by name."""
+    kv_len = batch.kv_len
+    limits: dict[str, Any] = {"scale": 0.3, **batch.scales}
+    unwritten = draw(st.sampled_from([None, None, None, -3, 0, 5, 23]))
+    if unwritten is not None:
+        limits["extent"] = kv_len
+        kv_len = max(1, kv_len + unwritten)
+    limits["kv_len"] = kv_len
+    limits |= draw(visibilities(kv_len, q.shape[2]))
+    limits["mask"] = draw(masks((*q.shape[:3], kv_len)))
+    return limits | draw(score_options(q.shape[1]))

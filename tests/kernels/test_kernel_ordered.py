@@ -42,8 +42,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(
 ) -> None:
     batch = build(seq_lens, heads=1, dtype=dtype)
     q = batch.queries(group, q_len)
-    causal_offset, window = data.draw(visibilities(batch.kv_len, q_len))
-    variant = {"scale": 0.3, "causal_offset": causal_offset, "window": window, **data.draw(score_options(q.shape[1]))}
+    variant = {"scale": 0.3, **data.draw(visibilities(batch.kv_len, q_len)), **data.draw(score_options(q.shape[1]))}
     together = kernels.attention(q, *batch.pages, **variant, deterministic=True, allocate=poisoned)
     assert_close(together, reference.attention(q, *batch.pages, **variant, compute_dtype=torch.float64))
     for row in range(len(seq_lens)):
@@ -72,6 +71,16 @@ def test_the_order_of_rows_and_rows_that_repeat_change_nothing() -> None:
     out = kernels.attention(q, *pages, batch.block_table, batch.seq_lens, batch.kv_len, **options)
     again = kernels.attention(q[rows], *pages, batch.block_table[rows], batch.seq_lens[rows], batch.kv_len, **options)
     assert torch.equal(again, out[rows])
+
+
+def test_the_number_of_splits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = build([100, 33])
+    q = batch.queries(2, 1)
+    options = {"scale": 0.3, "deterministic": True, "allocate": poisoned}
+    out = kernels.attention(q, *batch.pages, **options)
+    for count in (16, 32):
+        monkeypatch.setattr(ordered, "num_splits", lambda problem, count=count: count)
+        assert torch.equal(kernels.attention(q, *batch.pages, **options), out)
 
 
 def test_a_mask_is_obeyed() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paged_cases import PagedBatch, assert_close, examples, masks, paged_batches, score_options, visibilities
+from paged_cases import PagedBatch, assert_close, examples, paged_batches, variants
 from paged_inductor import kernels
 from paged_inductor.kernels import reference
 
@@ -27,27 +27,41 @@ def test_a_twin_has_its_wrappers_signature(name: str) -> None:
 def dense_attention(
     q: Tensor,
     batch: PagedBatch,
-    causal_offset: int | None,
-    window: int | None,
-    mask: Tensor | None,
+    kv_len: int,
+    causal_offset: int | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    mask: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The interface's sentence, one query at a time, in float64."""
     out = torch.zeros(*q.shape[:3], batch.v.shape[3], dtype=torch.float64)
     group = q.shape[1] // batch.k.shape[1]
-    full_mask = None if mask is None else mask.expand(*q.shape[:3], batch.kv_len)
-    keys = torch.arange(batch.kv_len)
+    full_mask = None if mask is None else mask.expand(*q.shape[:3], kv_len)
+    keys = torch.arange(kv_len)
+    dense_k, dense_v = (
+        torch.nn.functional.pad(x, (0, 0, 0, max(0, kv_len - batch.kv_len)))[:, :, :kv_len].double()
+        for x in (batch.k, batch.v)
+    )
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).view(-1, 3).tolist():
-        k, v = batch.k[b, h // group].double(), batch.v[b, h // group].double()
+        k, v = dense_k[b, h // group], dense_v[b, h // group]
+        start = batch.kv_len - int(batch.seq_lens[b])
         scores = k @ q[b, h, i].double() * 0.3
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        visible = keys >= (batch.kv_len - batch.seq_lens[b] if mask is None else 0)
+        position = i + (batch.kv_len - q.shape[2] if causal_offset is None else causal_offset)
+        if slopes is not None:
+            scores += slopes[h].double() * (keys - position)
+        visible = (keys >= start) & (keys < batch.kv_len) if mask is None else keys >= 0
         if causal_offset is not None:
-            visible &= keys <= i + causal_offset
-            if window is not None:
-                visible &= keys > i + causal_offset - window
+            visible &= keys <= position
+        if window is not None:
+            visible &= keys > position - window
+        if chunk is not None:
+            own = [max(0, position - start) // chunk == (key - start) // chunk for key in keys.tolist()]
+            visible &= torch.tensor(own)
         if full_mask is not None and full_mask.dtype == torch.bool:
             visible &= full_mask[b, h, i]
         elif full_mask is not None:
@@ -55,20 +69,19 @@ def dense_attention(
         scores[~visible] = float("-inf")
         if scores.max() > float("-inf"):
             sink = scores[:0] if sinks is None else sinks[h : h + 1].double()
-            out[b, h, i] = torch.cat([scores, sink]).softmax(0)[: batch.kv_len] @ v
+            out[b, h, i] = torch.cat([scores, sink]).softmax(0)[:kv_len] @ v
     return out.to(q.dtype)
 
 
-@examples(40)
+@examples(60)
 @given(batch=paged_batches(longest=24), group=st.integers(1, 2), q_len=st.integers(1, 4), data=st.data())
 def test_the_attention_twin_matches_dense(batch: PagedBatch, group: int, q_len: int, data: st.DataObject) -> None:
     q = batch.queries(group, q_len)
-    causal_offset, window = data.draw(visibilities(batch.kv_len, q_len))
-    mask = data.draw(masks((*q.shape[:3], batch.kv_len)))
-    limits = {"causal_offset": causal_offset, "window": window, "mask": mask, **data.draw(score_options(q.shape[1]))}
-    want = dense_attention(q, batch, **limits)
+    variant = data.draw(variants(q, batch))
+    own = ("scale", "extent", "k_scales", "v_scales")
+    want = dense_attention(q, batch, **{name: value for name, value in variant.items() if name not in own})
     for compute_dtype in (torch.float32, torch.float64):
-        got = reference.attention(q, *batch.pages, scale=0.3, **limits, compute_dtype=compute_dtype)
+        got = reference.attention(q, *batch.tensors, **variant, compute_dtype=compute_dtype)
         assert_close(got, want)
 
 
@@ -76,5 +89,5 @@ def test_the_attention_twin_matches_dense(batch: PagedBatch, group: int, q_len: 
 @given(batch=paged_batches())
 def test_the_gather_twin_matches_dense(batch: PagedBatch) -> None:
     pages = (batch.block_table, batch.seq_lens, batch.kv_len)
-    assert torch.equal(reference.gather(batch.k_arena, *pages), batch.k)
-    assert torch.equal(reference.gather(batch.v_arena, *pages), batch.v)
+    assert torch.equal(reference.gather(batch.k_arena, *pages, scales=batch.k_scales), batch.k)
+    assert torch.equal(reference.gather(batch.v_arena, *pages, scales=batch.v_scales), batch.v)

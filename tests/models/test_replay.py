@@ -1,6 +1,6 @@
 """`mode="reduce-overhead"`: a step's launches do not depend on the cache's length, and its inputs stay where they are.
 
-The Triton kernels run in the interpreter; that CUDA graphs replay such a step is tested on a GPU (tests/gpu).
+As on a GPU, but for the kernels themselves. That CUDA graphs replay such a step is tested on one (tests/gpu).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_inductor
 from paged_inductor import PagedTensor, program, stats
+from paged_inductor.kernels import reference
+from paged_inductor.ops import library
+from paged_inductor.replay import Replay
 
 from .zoo import Decoder, Form, generate
 
@@ -27,9 +31,21 @@ SMALL = Form(heads_q=2, heads_kv=1, mask="none_or_is_causal")
 READS = ("_local_scalar_dense", "nonzero", "_to_copy", "item", "unique")
 
 
+class Twins:
+    """The kernels' twins in the kernels' place: fifty steps in the interpreter would take too long."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    @staticmethod
+    def attention(*args: Any, deterministic: bool, **options: Any) -> Tensor:
+        return reference.attention(*args, **options)
+
+
 @pytest.fixture(autouse=True)
-def kernels_serve() -> Iterator[None]:
+def kernels_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     paged_inductor.configure(triton_on_cpu=True)
+    monkeypatch.setattr(library, "kernels", Twins())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not replay")
         yield
@@ -82,7 +98,7 @@ def changes(values: Sequence[object]) -> int:
 def test_fifty_steps_with_inputs_that_stay_in_place(calls: list[tuple[Any, ...]]) -> None:
     torch.manual_seed(1)
     model = Decoder(SMALL, layers=1)
-    prompt = torch.randint(0, 61, (2, 7))
+    prompt = torch.randint(0, 61, (1, 7))
     expected, _ = generate(model, prompt, 52)
     step = torch.compile(model, backend="paged_inductor", options=MODE)
     growths = stats().arena_growths
@@ -125,16 +141,20 @@ def test_a_second_cache_is_served_by_the_first_ones_recordings(calls: list[tuple
     assert stats().graph_recordings == recorded
 
 
-@pytest.mark.parametrize(
-    "form", [Form(heads_kv=4, mask="bool"), Form(layout="BSHD", gqa="expand", mask="is_causal_or_bool")], ids=str
-)
+MASKED = [
+    Form(heads_q=1, heads_kv=1, mask="bool"),
+    Form(layout="BSHD", heads_q=2, heads_kv=1, gqa="expand", mask="is_causal_or_bool"),
+]
+
+
+@pytest.mark.parametrize("form", MASKED, ids=str)
 def test_masks_that_are_proven_are_no_hindrance(form: Form, calls: list[tuple[Any, ...]]) -> None:
     torch.manual_seed(3)
     model = Decoder(form, layers=1)
     prompt = torch.randint(0, 61, (2, 5))
     step = torch.compile(model, backend="paged_inductor", options=MODE)
-    assert torch.equal(generate(step, prompt, 5)[0], generate(model, prompt, 5)[0])
-    assert len(calls) == 4
+    assert torch.equal(generate(step, prompt, 4)[0], generate(model, prompt, 4)[0])
+    assert len(calls) == 3
 
 
 def test_several_tokens_a_step(calls: list[tuple[Any, ...]]) -> None:
@@ -199,3 +219,23 @@ def test_arenas_and_lengths_are_static_for_inductor(monkeypatch: pytest.MonkeyPa
     step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
     with pytest.raises(Exception, match=re.escape("(4, 1, 0)")):
         generate(step, torch.randint(0, 61, (1, 7)), 3)
+
+
+def test_threads_have_lengths_of_their_own(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one thread's step could read the other's length, and CUDA graphs are recorded per thread."""
+    made: list[Replay] = []
+    create = Replay.__init__
+
+    def kept(self: Replay, state: Any) -> None:
+        made.append(self)
+        create(self, state)
+
+    monkeypatch.setattr(Replay, "__init__", kept)
+    step = torch.compile(Decoder(SMALL, layers=1), backend="paged_inductor", options=MODE)
+    generate(step, torch.randint(0, 61, (1, 7)), 3)
+    (replay,) = made
+    with ThreadPoolExecutor(1) as threads:
+        elsewhere = threads.submit(replay._buffers).result()
+    (mine,), (other,) = replay._buffers().values(), elsewhere.values()
+    assert mine.data_ptr() != other.data_ptr()
+    assert int(mine) == 9  # tokens before the last step

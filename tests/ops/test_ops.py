@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_inductor import ops
+from paged_inductor.kernels.launch import Launch
 from paged_inductor.ops import formulas
 from paged_inductor.ops.decode import decode_formula
 
@@ -156,6 +157,69 @@ def test_several_queries(
 
 
 @given(
+    extent=st.integers(1, 60),
+    unwritten=st.integers(-20, 60),
+    rows=st.integers(1, 3),
+    hidden=st.sampled_from([0, 0, 3]),
+    queries=st.integers(1, 3),
+    mask=st.sampled_from(MASKS[1:]),
+    extra=st.sampled_from(EXTRAS),
+    seed=st.integers(0, 1000),
+)
+def test_the_kernels_operator_reads_static_buffers(
+    extent: int, unwritten: int, rows: int, hidden: int, queries: int, mask: str, extra: str, seed: int
+) -> None:
+    """The operator of devices other than the CPU, and the CPU's formulas, against a dense buffer of zeros."""
+    hidden = 0 if unwritten > 0 else hidden  # only a full buffer slides
+    kv_len = max(1, extent + unwritten)
+    pages = random_pages([extent + hidden] * rows, 2, 8, 8, seed=seed, hidden=hidden)
+    plan = ops.plan_static(pages.plan(queries), kv_len)
+    q = torch.randn(rows, 4, queries, 8, generator=torch.Generator().manual_seed(seed))
+    given_mask = masks(mask, rows, 4, queries, kv_len)
+    assert given_mask is not None
+    options = extras(extra, 4, torch.float32)
+    planned = ops.plan_mask(given_mask, plan)
+    key, value = (ops.gather(arena, plan).repeat_interleave(2, 1).double() for arena in (pages.k_arena, pages.v_arena))
+    scores = q.double() @ key.mT * 0.3
+    scores = scores if "softcap" not in options else 2.5 * torch.tanh(scores / 2.5)
+    scores = scores.where(planned.mask, -torch.inf) if planned.mask.dtype == torch.bool else scores + planned.mask
+    if "sinks" in options:
+        scores = torch.cat([scores, options["sinks"].double()[:, None, None].expand(rows, 4, queries, 1)], -1)
+    expected = scores.softmax(-1).nan_to_num()[..., :kv_len] @ value
+    tables = (pages.block_table, pages.seq_lens, kv_len, 0.3, None, None, planned.mask)
+    operator = torch.ops.paged_inductor.attention(q, pages.k_arena, pages.v_arena, *tables, **options, extent=extent)
+    torch.testing.assert_close(operator.double(), expected, rtol=2e-5, atol=2e-5)
+    if queries > 1:  # one query is served by the compiled formula of decode
+        formula = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.3, **options)
+        torch.testing.assert_close(formula.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_shared_prefix_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = random_pages([40, 37], 2, 8, 8)
+    pages.block_table[:, :2] = pages.block_table[:1, :2]
+    q = torch.randn(2, 4, 1, 8)
+    expected = reference(pages, q, None, 0.3)
+    plan = ops.plan_step(pages.block_table, pages.seq_lens, pages.kv_len, 1, pages.block_size, shared_prefix=32)
+    monkeypatch.setattr(ops.library, "uses_kernels", lambda device: True)
+    launches: list[Launch] = []
+    run = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: (launches.append(launch), run(launch)))
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, scale=0.3)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+    assert [launch.arguments.get("IS_PREFIX") for launch in launches] == [True, False, None]
+
+
+def test_a_static_plan_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = random_pages([20, 20], 2, 8, 8)
+    plan = ops.plan_static(pages.plan(1), 33)
+    q, seen = torch.randn(2, 4, 1, 8), torch.rand(2, 1, 1, 33) < 0.7
+    expected = formulas.static_attention(q, pages.k_arena, pages.v_arena, plan, seen, scale=0.3)
+    monkeypatch.setattr(ops.library, "uses_kernels", lambda device: True)
+    out = ops.attention(q, pages.k_arena, pages.v_arena, plan, ops.plan_mask(seen, plan), scale=0.3)
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+
+
+@given(
     lengths=st.lists(st.integers(6, 60), min_size=1, max_size=3),
     count=st.integers(1, 6),
     block_size=st.sampled_from([8, 16]),
@@ -189,6 +253,8 @@ def test_custom_operators_pass_opcheck(transposed: bool) -> None:
     masked = (*arguments, 19, 8, torch.ones(1, 1, 1, 20, dtype=torch.bool))
     torch.library.opcheck(library.attention.default, masked)
     torch.library.opcheck(library.attention.default, (*masked, 5.0, torch.randn(4)))
+    every = (*masked, 5.0, torch.randn(4), 16, torch.randn(4), None, None, 20, 16)
+    torch.library.opcheck(library.attention.default, every)
     chunks = pages.plan(1).chunks
     assert chunks is not None
     decode = (q.view(2, 2, 2, 16), pages.k_arena, pages.v_arena, chunks.table, chunks.row, chunks.bias)
