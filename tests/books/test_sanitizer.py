@@ -255,16 +255,12 @@ kept = makes_it()
 """
 
 
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_leaks_are_reported_at_exit(value: str, tmp_path: Path) -> None:
+def test_leaks_are_reported_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAKING)
-    environment = {**os.environ, "PAGED_INDUCTOR_SANITIZE": value}
+    environment = {**os.environ, "PAGED_INDUCTOR_SANITIZE": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    if value == "0":
-        assert "sanitizer" not in done.stderr
-        return
     assert "Exception ignored" not in done.stderr
     assert "paged_inductor sanitizer: 1 cache view(s) are still alive:\n20 tokens of forgotten" in done.stderr
     assert f"{script}:7 in makes_it" in done.stderr and f"{script}:9 in <module>" in done.stderr
