@@ -38,6 +38,8 @@ ADVICE: tuple[tuple[str, str], ...] = (
     ("broadcasts the cache", "broadcast heads only: repeat the batch by repeat_interleave on the cache"),
     ("reshapes the cache", _PLAIN),
     ("repeats something other than heads", _PLAIN),
+    ("repeat all heads in turn", "use scaled_dot_product_attention, or repeat_interleave for the heads"),
+    ("repeat heads in different orders", "repeat the heads of keys and values in the same way"),
     ("has no heads", "keep a dimension of heads, of size 1 if there is one"),
     ("converts the cache", "keep the cache in the dtype and on the device that the attention reads"),
     ("do not match", "let the number of query heads be a multiple of the number of key heads"),

@@ -11,7 +11,7 @@ from .by_hand import check
 from .caches import kept_outputs
 from .flex import NotLowered, is_flex_attention, lower
 from .hand_written import HandWritten, follow_scores
-from .heads import MERGED, Heads, trace_heads
+from .heads import MERGED, TILED, Heads, trace_heads
 from .known import known_tensors
 from .mask_effects import Writers
 from .masks import MaskSpec, prove_mask
@@ -50,7 +50,7 @@ class MatchAttention(Pass):
         site.reason = self._refuse(node, query, key, value)
         if site.reason:
             return site
-        traced = []
+        traced, tiles = [], []
         for operand in (key, value):
             result = self._trace(operand, list("BHSD"))
             if isinstance(result, str):
@@ -64,6 +64,15 @@ class MatchAttention(Pass):
             if site.reason:
                 return site
             traced.append(cache)
+            tiles.append(_tiles(heads, cache))
+        site.tiled = tiles[0]
+        if tiles[0] != tiles[1] or tiles[0] * _heads(traced[0]) not in (0, hint(shape(query)[1])):
+            site.reason = "its keys and values repeat heads in different orders"
+            return site
+        mask = site.mask_node
+        if site.tiled and is_tensor(mask) and len(shape(mask)) == 3 and not same_size(shape(mask)[0], 1):
+            site.reason = "its mask has heads but no batch, and its keys repeat all heads in turn"
+            return site
         site.candidates = (traced[0], traced[1])
         return site
 
@@ -108,6 +117,8 @@ class MatchAttention(Pass):
             _mismatch(key_heads, cache, site.num_heads, grouped)
             or _mismatch(value_heads, values, site.num_heads, grouped)
             or value_heads.converted
+            or ("its keys repeat all heads in turn" if _tiles(key_heads, cache) else "")
+            or ("its values repeat all heads in turn" if _tiles(value_heads, values) else "")
             or (f"{values[0].name} is scaled between cache and attention" if value_heads.scale != 1 else "")
             or check(found, cache, site.num_heads, bool(key_heads.converted), self._writers)
         )
@@ -138,7 +149,8 @@ class MatchAttention(Pass):
                 reason = reason or found
                 continue
             node, heads = found
-            if len(shape(node)) == 4 and [axis.replace(MERGED, "H") for axis in heads.axes] == wanted:
+            seen = ["H" if axis in (MERGED, TILED) else axis for axis in heads.axes]
+            if len(shape(node)) == 4 and seen == wanted:
                 return (node, self._axes.get(node, layout)), heads
             reason = reason or f"the dimensions {heads.axes} of its operands are not [{', '.join(wanted)}]"
         return reason
@@ -146,6 +158,11 @@ class MatchAttention(Pass):
 
 def _heads(cache: tuple[Node, str]) -> int:
     return hint(shape(cache[0])[cache[1].index("H")])
+
+
+def _tiles(heads: Heads, cache: tuple[Node, str]) -> int:
+    """How often all of a cache's heads come again, if that is another order than each of them so often; else 0."""
+    return heads.repeats if TILED in heads.axes and heads.repeats > 1 and _heads(cache) > 1 else 0
 
 
 def _mismatch(heads: Heads, cache: tuple[Node, str], heads_q: int, enable_gqa: bool) -> str:

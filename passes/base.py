@@ -157,7 +157,8 @@ class AttentionSite:
     `key` and `value` are the cache sites it reads, if K and V are caches; `candidates` are (node, axes) of K and of V,
     traced back through head repetition and transposition; `scale` is None for the default 1/sqrt(D); `form` is how the
     attention is spelled, for people. Those spelled `by_hand` are one node only once `NormalizeAttention` has made them
-    one: `query`, the scale and the mask have their meaning from then on.
+    one: `query`, the scale and the mask have their meaning from then on. `tiled`: query head h reads key head h % H,
+    where there are H and `tiled` times as many query heads (0: the usual order, h // (number of heads / H)).
     """
 
     node: Node
@@ -174,6 +175,7 @@ class AttentionSite:
     scale: float | None = None
     softcap: float | None = None
     sinks: Node | None = None
+    tiled: int = 0
     is_causal: bool = False
     mask_node: Node | None = None
     mask: MaskSpec | None = None

@@ -11,11 +11,12 @@ from torch.fx import Node
 
 from .tensors import argument, hint, is_call, same_size, shape
 
-__all__ = ["MERGED", "Heads", "moves_heads", "trace_heads"]
+__all__ = ["MERGED", "TILED", "Heads", "moves_heads", "trace_heads"]
 
 REPEAT = "R"  # the broadcast axis that repeating KV heads passes through
 MERGED = "HR"  # KV heads times repeats, each KV head's copies next to each other
-MERGES = (MERGED, "BH", "BHR")  # what may become one dimension
+TILED = "RH"  # repeats times KV heads: all heads in a row, again and again
+MERGES = (MERGED, TILED, "BH", "BHR")  # what may become one dimension
 LONGEST_PATH = 50  # of nodes between a cache and its attention
 
 _MUL = (operator.mul, torch.mul, torch.multiply)
@@ -25,7 +26,7 @@ _DIV = (operator.truediv, torch.div, torch.divide, torch.true_divide)
 class Heads:
     """How the dimensions of an attention's K or V came from a cache.
 
-    axes: by dimension; "HR" are repeated heads, "BH" and "BHR" heads merged with the batch. repeats: of each head.
+    axes: by dimension; "HR" and "RH" are repeated heads, "BH" and "BHR" heads merged with the batch. repeats: of each.
     scale: what the values were multiplied with. converted: which node made a wider float of them, for people, or "".
     """
 
@@ -172,6 +173,21 @@ def _reshape(node: Node, heads: Heads) -> str:
     return f"{node.name} reshapes the cache in a way that is not a merge of heads"
 
 
+def _repeat(node: Node, heads: Heads) -> str:
+    """`x.repeat(1, n, 1, 1)`: all heads, n times."""
+    counts = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+    repeated = [dim for dim, count in enumerate(counts) if count != 1]
+    if len(counts) != len(heads.axes) or any(heads.axes[dim] != "H" for dim in repeated):
+        return f"{node.name} repeats something other than heads"
+    for dim in repeated:
+        times: object = counts[dim]
+        if not isinstance(times, int):
+            return f"{node.name} repeats heads a number of times that is not known"
+        heads.axes[dim] = TILED
+        heads.repeats *= times
+    return ""
+
+
 def _repeat_interleave(node: Node, heads: Heads) -> str:
     repeats, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
     if not isinstance(repeats, int) or dim is None or heads.axes[dim] != "H":
@@ -192,5 +208,6 @@ _RULES: list[tuple[Callable[[Node], bool], Callable[[Node, Heads], str]]] = [
     (lambda n: is_call(n, (torch.unsqueeze,), ("unsqueeze",)), _unsqueeze),
     (lambda n: is_call(n, (), ("expand", "expand_as")), _expand),
     (lambda n: is_call(n, (torch.reshape, torch.flatten), ("reshape", "view", "flatten")), _reshape),
+    (lambda n: is_call(n, (), ("repeat",)), _repeat),
     (lambda n: is_call(n, (torch.repeat_interleave,), ("repeat_interleave",)), _repeat_interleave),
 ]

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
+from .emit import Emitter
 from .mask_effects import Writers
 from .masks import MaskSpec
 from .prune import prune
@@ -186,6 +187,12 @@ class Rewrite(Pass):
         mask, mask_tensor = attention.mask, attention.mask.tensor
         query = argument(attention.node, 0, "query")  # as it is now: it may be an attention that was rewritten before
         head_dim = shape(query)[3]
+        emit = Emitter(graph, attention.node)
+        if attention.tiled:
+            heads = int(attention.key.size("H"))
+            query = _regrouped(emit, query, attention.tiled, heads)
+            if mask_tensor is not None and len(shape(mask_tensor)) == 4 and shape(mask_tensor)[1] != 1:
+                mask_tensor = _regrouped(emit, mask_tensor, attention.tiled, heads)
         with graph.inserting_before(attention.node):
             options: dict[str, object] = {
                 "scale": attention.scale if attention.scale is not None else float(hint(head_dim)) ** -0.5
@@ -220,6 +227,8 @@ class Rewrite(Pass):
                 options,
             )
         node.meta = dict(attention.node.meta)
+        if attention.tiled:
+            node = _regrouped(emit, node, heads, attention.tiled)
         attention.node.replace_all_uses_with(node)
         graph.erase_node(attention.node)
         attention.node = node
@@ -261,3 +270,9 @@ class Rewrite(Pass):
                 user.replace_input_with(site.node, dense)
         if site.node is not site.past and (site.past is not None):
             graph.erase_node(site.node)
+
+
+def _regrouped(emit: Emitter, node: Node, outer: int, inner: int) -> Node:
+    """[B, outer * inner, ...] with its second dimension in the order inner * outer."""
+    parts = emit.method("unflatten", node, 1, (outer, inner))
+    return emit.method("flatten", emit(torch.transpose, parts, 1, 2), 1, 2)

@@ -17,6 +17,8 @@ FORMS = [
     Form(gqa="expand"),
     Form(gqa="repeat_interleave", heads_q=6),
     Form(layout="BSHD", gqa="expand", mask="float"),
+    Form(gqa="tile", heads_q=6, mask="float"),
+    Form(layout="BSHD", gqa="repeat"),
     Form(heads_q=4, heads_kv=4, mask="none_or_is_causal"),
     Form(heads_q=4, heads_kv=1, mask="is_causal_or_bool"),
     Form(store="list"),

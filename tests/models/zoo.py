@@ -73,10 +73,19 @@ class Layer(nn.Module):
             k, v = _expand_heads(k, repeats), _expand_heads(v, repeats)
         elif form.gqa == "repeat_interleave":
             k, v = k.repeat_interleave(repeats, dim=1), torch.repeat_interleave(v, repeats, 1)
+        elif form.gqa == "tile":
+            k, v = _tiled_heads(k, repeats), _tiled_heads(v, repeats)
+        elif form.gqa == "repeat":
+            k, v = k.repeat(1, repeats, 1, 1), v.repeat((1, repeats, 1, 1))
         enable = {"enable_gqa": True} if form.gqa == "enable_gqa" and repeats > 1 else {}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **enable)
         x = x + self.o(out.transpose(1, 2).reshape(batch, length, -1))
         return x + torch.tanh(self.mlp(x)), present
+
+
+def _tiled_heads(x: Tensor, repeats: int) -> Tensor:
+    batch, heads, length, dim = x.shape
+    return x[:, None].expand(batch, repeats, heads, length, dim).reshape(batch, repeats * heads, length, dim)
 
 
 def _expand_heads(x: Tensor, repeats: int) -> Tensor:
