@@ -174,11 +174,14 @@ class Manager:
         with self.locked():
             rows, lengths = self._budget.allocating(group, view.rows, needed, attempt, view.tenant.priority)
             schedule = self._take_schedule(view)
+            before = self._derive(view, view.rows, view.lengths, view.length) if copies else None
             group.relength(view, rows, lengths)
             if schedule is not None:
                 schedule.advance(count, changes)
                 view.schedule = schedule
             self._pin(view, copies)
+            if before is not None:
+                group.pins[view.serial].kept = before
         return copies
 
     def truncate(self, view: View, extent: int) -> None:
@@ -266,10 +269,13 @@ class Manager:
     def derive(self, view: View, rows: Sequence[Row], lengths: Sequence[int], length: int) -> View:
         """A view of tokens that `view` (which the caller keeps alive) sees: a fork, crop, selection or merge."""
         with self.locked():
-            for row, seen in zip(rows, lengths):
-                register(row, seen)
-            tenant = self.tenants.entered() or view.tenant
-            return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
+            return self._derive(view, rows, lengths, length)
+
+    def _derive(self, view: View, rows: Sequence[Row], lengths: Sequence[int], length: int) -> View:
+        for row, seen in zip(rows, lengths):
+            register(row, seen)
+        tenant = self.tenants.entered() or view.tenant
+        return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
 
     def allocate(self, group: CacheGroup, count: int, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, which allocates `count` blocks. The caller holds `locked`."""

@@ -154,6 +154,24 @@ def test_a_source_of_a_copy_that_is_free(runtime: Manager) -> None:
     assert "in test_a_source_of_a_copy_that_is_free" in str(caught.value)
 
 
+def test_what_a_static_cache_copies_is_kept_until_then(runtime: Manager) -> None:
+    group = group_of(runtime)
+    first = runtime.create_static(group, 1, 64, "static")
+    runtime.extend(first, 10)
+    use(runtime, first)
+    second = runtime.derive(first, first.rows, first.lengths, first.length)
+    runtime.extend(first, 20)
+    use(runtime, first)
+    group.arenas[0][first.rows[0].blocks] = 1
+    ((source, target),) = runtime.extend(second, 12)
+    del first  # by another thread, say
+    with runtime.using(second):
+        assert (group.arenas[0][source] == 1).all()
+    assert second.rows[0].blocks == [target]
+    with runtime.locked():
+        assert group.pool.num_used == 1
+
+
 def test_writes_to_the_zero_page(runtime: Manager) -> None:
     view = made(runtime)
     group_of(runtime).arenas[1][0, 0, 3] = 7
