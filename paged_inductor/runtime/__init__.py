@@ -3,7 +3,8 @@
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
 <- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
 there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
-copy first) <- `manager` (all groups of the process: locks, views, steps, books).
+copy first) <- `manager` (all groups of the process: locks, views, steps, books). Beside them: `census`, `counters` and
+`latency` (what `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
 from .budget import Preempted
