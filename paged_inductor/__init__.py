@@ -13,6 +13,7 @@ from ._errors import (
     PagedInductorError,
     PatchError,
     PoolMismatchError,
+    PrefixError,
     QuotaExceeded,
     SanitizerError,
     SavedCacheError,
@@ -27,6 +28,7 @@ from .metrics import MetricsCollector, MetricsServer, serve_metrics
 from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
 from .persist import load, save
+from .prefixes import register_prefix
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 from .timeline import Timeline, timeline
@@ -52,6 +54,7 @@ __all__ = [
     "PagedTensor",
     "PatchError",
     "PoolMismatchError",
+    "PrefixError",
     "QuotaExceeded",
     "SanitizerError",
     "SavedCacheError",
@@ -68,6 +71,7 @@ __all__ = [
     "explain",
     "load",
     "page",
+    "register_prefix",
     "reset",
     "save",
     "serve_metrics",

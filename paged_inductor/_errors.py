@@ -13,6 +13,7 @@ __all__ = [
     "PagedInductorError",
     "PatchError",
     "PoolMismatchError",
+    "PrefixError",
     "QuotaExceeded",
     "SanitizerError",
     "SavedCacheError",
@@ -41,6 +42,10 @@ class UnsupportedInputError(PagedInductorError, ValueError):
 
 class PoolMismatchError(PagedInductorError, ValueError):
     """Paged tensors of two different block pools met in one operation."""
+
+
+class PrefixError(PagedInductorError, ValueError):
+    """A prefix cannot be registered: it is no sequence of token ids, or they do not determine the model's caches."""
 
 
 class MaterializationError(PagedInductorError, RuntimeError):

@@ -65,6 +65,11 @@ class Explanation:
         advice = {
             text for graph in self.graphs for text in (graph.advice, *(site.advice for site in graph.sites)) if text
         }
+        lines += [
+            f"graph {number} does not share prefixes: {graph.sharing}"
+            for number, graph in enumerate(self.graphs, 1)
+            if graph.sharing
+        ]
         lines += [f"to page more: {text}" for text in sorted(advice)]
         lines.append(f"{paged} of {len(self.sites)} sites paged in {len(self.graphs)} graph(s)")
         return "\n".join(lines)

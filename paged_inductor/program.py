@@ -14,7 +14,8 @@ from . import ops
 from .group_plan import GroupPlan
 from .passes import GraphState
 from .replay import Replay
-from .runtime import Preempted, manager
+from .runtime import Preempted, View, manager
+from .sharing import Sharer, StalePrefix, loans
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor
 from .triangles import Triangles
@@ -55,6 +56,7 @@ class PagedProgram:
         self._densify = [j for j, i in enumerate(self._kept) if isinstance(examples[i], PagedTensor)]
         self._dense_outputs = state.dense_outputs
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._sharer = Sharer(state.sharing, captured) if state.sharing and not state.sharing.reason else None
         self._warned = False
         self._ran = False
         self._replay = Replay(state) if state.held else None
@@ -88,6 +90,8 @@ class PagedProgram:
     def _attempt(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """One attempt at `_step`; raises `Preempted`, with everything given back, if it must be made again."""
         steps: list[Step] = []
+        if loans:
+            self._confirm(args)
         if not self._triangles.hold(args):
             return None
         try:
@@ -129,6 +133,8 @@ class PagedProgram:
             del inputs
             runtime.end(views)
         commit(steps)
+        if self._sharer is not None:
+            self._sharer.finish(args, self._plans, steps)
         for plan, step in zip(self._plans, steps):
             if plan.static is not None and step.extent is not None:
                 plan.static.succeeded(args, step.extent - plan.count(args))
@@ -136,6 +142,17 @@ class PagedProgram:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
         return dense, steps
+
+    def _confirm(self, args: Sequence[Any]) -> None:
+        """Raise `StalePrefix` if the call goes on from a lent prefix that this graph would have computed otherwise."""
+        views: list[View] = [args[plan.inputs[0][0]]._view for plan in self._plans if plan.inputs]
+        lent = [loan for view in views if (loan := loans.get(view)) is not None]
+        if not lent:
+            return
+        if len(lent) != len(self._plans) or self._sharer is None or not self._sharer.confirm(args, views):
+            raise StalePrefix
+        for loan in lent:
+            loan.confirmed = True
 
     def _results(self, args: Sequence[Any], dense: Sequence[Any], steps: Sequence[Step]) -> tuple[Any, ...]:
         results: list[Any] = [None] * self._num_outputs

@@ -22,6 +22,7 @@ from .base import (
     PagedInput,
     Pass,
     PassResult,
+    Sharing,
     Start,
 )
 from .by_hand import NormalizeAttention
@@ -33,6 +34,7 @@ from .lint import Lint
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaStrides, Rewrite
+from .sharing import ProveSharing
 from .slides import MatchSlides
 from .static import ChooseAdoption, ForgetUnmatched, MatchStatic
 
@@ -47,6 +49,7 @@ __all__ = [
     "NewInput",
     "PagedInput",
     "PassResult",
+    "Sharing",
     "SiteReport",
     "Start",
     "page_graph",
@@ -68,6 +71,7 @@ def pipeline(
         LinkAttention(),
         NormalizeAttention(),
         ProveMasks(),
+        ProveSharing(),
         ChooseAdoption(),
         Rewrite(fake_mode, block_size, arena_strides),
         *([HoldLengths(fake_mode)] if hold else []),

@@ -18,7 +18,7 @@ from .masks import MaskSpec, prove_mask
 from .products import Product
 from .tensors import argument, expr, hint, is_call, is_tensor, same_size, shape
 
-__all__ = ["LinkAttention", "MatchAttention", "ProveMasks"]
+__all__ = ["LinkAttention", "MatchAttention", "ProveMasks", "equal_lengths"]
 
 SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
@@ -208,7 +208,7 @@ class ProveMasks(Pass):
     def apply(self, state: GraphState) -> int:
         proven = 0
         specs: dict[tuple[object, ...], MaskSpec] = {}  # layers share their masks
-        facts = (_equal_lengths(state), known_tensors(state))
+        facts = (equal_lengths(state), known_tensors(state))
         for attention in state.attentions:
             if not attention.paged or attention.key is None or attention.key.kind == "create":
                 continue
@@ -231,7 +231,7 @@ def _unequal(attention: AttentionSite) -> str:
     return ""
 
 
-def _equal_lengths(state: GraphState) -> dict:
+def equal_lengths(state: GraphState) -> dict:
     """Symbols of lengths that are equal because their caches belong to one group: each to the group's first."""
     equal = {}
     for group in state.groups:

@@ -27,6 +27,7 @@ __all__ = [
     "PagedInput",
     "Pass",
     "PassResult",
+    "Sharing",
     "Start",
 ]
 
@@ -204,9 +205,10 @@ class GraphState:
     inputs: the placeholders that receive paged tensors. new_inputs: those that the rewrite added, in order.
     dense_outputs: positions among the captured graph's outputs that the rewritten one still returns, in order.
     triangles: inputs that are lower triangles, by name, with the number above the diagonal (see `known`).
-    adoptions: static caches that came in dense and should be handles from now on. held: inputs that took the place of
-    the cache's length, after all others (see `hold`); dropped: integer inputs that are none any more; not_held: why a
-    step still depends on the length. captured: the inputs as captured. history: one result per pass.
+    adoptions: static caches that came in dense and should be handles from now on. sharing: what the caches depend on.
+    held: inputs that took the place of the cache's length, after all others (see `hold`); dropped: integer inputs that
+    are none any more; not_held: why a step still depends on the length. captured: the inputs as captured. history: one
+    result per pass.
     """
 
     gm: GraphModule
@@ -218,6 +220,7 @@ class GraphState:
     dense_outputs: list[int] = field(default_factory=list)
     triangles: Mapping[str, float] = field(default_factory=dict)
     adoptions: list[CacheSite] = field(default_factory=list)
+    sharing: Sharing | None = None
     held: list[HeldInput] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     not_held: str = ""
@@ -240,6 +243,28 @@ class GraphState:
     def site_of(self, node: Node) -> CacheSite | None:
         """The site whose old and new tokens `node` holds, if there is one."""
         return next((site for site in self.sites if node in site.nodes), None)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What K and V of a graph depend on, by position: the graph's inputs, by name.
+
+    reason: why the tokens alone do not say what they are, or "": then the rest is meaningful. ids: integers [B, S], the
+    tokens. positions, others: integers [B, S], [1, S] or [S], of which those at a token belong to it. mask: [B,
+    kv_len], of which column k belongs to token k: 1 if it can be seen. weights: parameters and buffers. whole: small
+    tensors that belong to no position. digest: equal for graphs that compute K and V in the same way. starts: it
+    begins new caches.
+    """
+
+    reason: str = ""
+    ids: str = ""
+    positions: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    mask: str = ""
+    weights: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    digest: bytes = b""
+    starts: bool = False
 
 
 @dataclass(frozen=True)

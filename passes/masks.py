@@ -38,7 +38,8 @@ class MaskSpec:
 
     With a tensor the bounds are implied by it: applying them as well changes nothing, it only allows
     skipping. `tensor` is always the whole mask. padding: the mask is exactly these bounds and a vector over
-    (b, k) that is not known at compile time. proof: for people.
+    (b, k) that is not known at compile time. proof: for people. columns: the graph input [B, kv_len] of which that
+    vector is exactly the elements that are not zero, or None.
     """
 
     causal_offset: sympy.Expr | None
@@ -46,6 +47,7 @@ class MaskSpec:
     padding: bool
     tensor: Node | None
     proof: str
+    columns: Node | None = None
 
 
 def prove_mask(
@@ -174,7 +176,25 @@ def _specify(mask: Node, visible: Pred, form: _Form, program: Program, kv_size: 
     if not reason:
         return replace(spec, proof=shape)
     proof = f"passed on: {reason}" + (f" ({shape})" if spec.causal_offset is not None else "")
-    return replace(spec, padding=padding and not form.bias, tensor=mask, proof=proof)
+    padding = padding and not form.bias
+    columns = _columns(factors, mask) if padding else None
+    return replace(spec, padding=padding, tensor=mask, proof=proof, columns=columns)
+
+
+def _columns(factors: Sequence[Pred], mask: Node) -> Node | None:
+    """The graph input whose elements [b, k] the factors are, as truth values; None if they are anything else."""
+    names = set()
+    for factor in factors:
+        if not isinstance(factor, Leaf) or not factor.positive:
+            return None
+        key = factor.unknown.key
+        while key[0] in ("bool", "cast"):
+            key = key[-1]  # type: ignore[assignment]
+        if len(key) != 2 or key[1] not in ((B, K), (sympy.S.Zero, K)):
+            return None
+        names.add(key[0])
+    inputs = [node for node in mask.graph.find_nodes(op="placeholder") if node.name in names]
+    return inputs[0] if len(names) == len(inputs) == 1 else None
 
 
 def _implied(visible: Pred, domain: Sequence[sympy.Expr]) -> _Bounds:

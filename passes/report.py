@@ -67,7 +67,7 @@ class GraphReport:
     """Everything found in one graph.
 
     groups: how many block tables serve it. passes: (name, matches, seconds) of each. note: why the whole graph was left
-    un-paged, if it was. caches: every cached tensor in pages.
+    un-paged, if it was. caches: every cached tensor in pages. sharing: why equal prefixes do not share blocks, or "".
     """
 
     sites: tuple[SiteReport, ...]
@@ -75,6 +75,7 @@ class GraphReport:
     passes: tuple[tuple[str, int, float], ...] = ()
     note: str = ""
     caches: tuple[CacheReport, ...] = ()
+    sharing: str = ""
 
     @property
     def advice(self) -> str:
@@ -101,7 +102,8 @@ def report(state: GraphState) -> GraphReport:
         for g, group in enumerate(state.groups)
         for site in group.sites
     ]
-    return GraphReport(tuple(rows), len(state.groups), history, caches=tuple(caches))
+    sharing = state.sharing.reason if state.sharing is not None else ""
+    return GraphReport(tuple(rows), len(state.groups), history, caches=tuple(caches), sharing=sharing)
 
 
 def layer_of(node: Node, otherwise: str = "") -> str:

@@ -3,14 +3,32 @@
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
 <- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
 there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
-copy first) <- `manager` (all groups of the process: locks, views, steps, books). Beside them: `census`, `counters` and
-`latency` (what `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
+copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `lending` (rows of equal tokens, and
+`prefixes`, which names and finds their blocks). Beside them: `census`, `counters` and `latency` (what `stats()` says),
+`sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
 from .budget import Preempted
 from .group import CacheGroup, SiteSpec, View
+from .lending import Policy, Tokens, lend, settle
 from .manager import Manager, StepViews, manager
+from .prefixes import RowNames
 from .schedule import Schedule
 from .table import Row
 
-__all__ = ["CacheGroup", "Manager", "Preempted", "Row", "Schedule", "SiteSpec", "StepViews", "View", "manager"]
+__all__ = [
+    "CacheGroup",
+    "Manager",
+    "Policy",
+    "Preempted",
+    "Row",
+    "RowNames",
+    "Schedule",
+    "SiteSpec",
+    "StepViews",
+    "Tokens",
+    "View",
+    "lend",
+    "manager",
+    "settle",
+]

@@ -1,8 +1,9 @@
 """The byte budget: one limit for all arenas of the process, and quotas of tenants.
 
 Who needs blocks gets them, in this order: from the free ones; by growing the arenas, at the expense of other groups'
-free blocks; by swapping out caches that no running step reads; by waiting for running steps to end. A step never waits
-while it holds blocks for its own other caches: it is *preempted* then, gives them back, and begins anew.
+free blocks; from the cached ones; by swapping out caches that no running step reads; by waiting for running steps to
+end. A step never waits while it holds blocks for its own other caches: it is *preempted* then, gives them back, and
+begins anew.
 """
 
 from __future__ import annotations
@@ -166,9 +167,15 @@ class Budget:
             other.drain()
             self._swap.forget_dropped(other)
         shortage = wanted() - group.pool.num_free
-        if shortage <= 0 or self._swap.out(group, shortage, rows):
+        if shortage <= 0 or self._evict(group, shortage) or self._swap.out(group, shortage, rows):
             return True
         return self._squeeze_others(group, shortage)
+
+    def _evict(self, group: CacheGroup, count: int) -> int:
+        """Make up to `count` cached blocks free; returns how many."""
+        evicted = group.pool.evict(count)
+        self._counters.evictions += evicted
+        return evicted
 
     def _can_grow(self, group: CacheGroup, wanted: int) -> bool:
         shortage = (wanted - group.pool.num_free) * group.block_bytes
@@ -202,6 +209,7 @@ class Budget:
             bytes_short = shortage * group.block_bytes - spare - other.pool.num_free * other.block_bytes
             if bytes_short > 0:
                 self._swap.out(other, -(-bytes_short // other.block_bytes), ())
+            self._evict(other, other.pool.num_cached)
             other.compact_and_shrink()
             if self._spare(group) >= shortage * group.block_bytes:
                 with self.resizing(group):

@@ -91,7 +91,7 @@ class Manager:
     def _recount(self) -> None:
         """Add up what every account pays for."""
         charges = [group.pool.charges() for group in self._groups.values()]
-        for account in [*self.tenants.all(), *(account for charged in charges for account in charged)]:
+        for account in [*self.tenants.accounts().values(), *(account for charged in charges for account in charged)]:
             account.used = 0
         for charged in charges:
             for account, size in charged.items():
@@ -467,12 +467,14 @@ class Manager:
             self._collect()
 
     def forget_unused(self) -> None:
-        """Give back the free blocks at the ends of idle groups' arenas; forget the counters and the default budget.
+        """Give back the free blocks at the ends of idle groups' arenas; forget the counters, the prefixes and the
+        default budget.
 
         Groups stay known, because compiled programs hold them and may use them again.
         """
         with self.locked():
             for group in self._groups.values():
+                group.pool.forget_names()
                 if not group.active and not group.resizing:
                     group.shrink()
             self.counters.clear()
@@ -490,15 +492,15 @@ class Manager:
                     charged[account] = charged.get(account, 0) + size
                 line = (
                     f"{len(group.sites)} sites, block of {group.block_bytes} B: {pool.num_free} free + "
-                    f"{pool.num_used} used = {pool.capacity - 1} in all, "
+                    f"{pool.num_cached} cached + {pool.num_used} used = {pool.capacity - 1} in all, "
                     f"{pool.num_swapped} swapped; {group.active} running"
                 )
                 lines.append(line)
                 faults += [f"{line}: {fault}" for fault in found]
             faults += self.swap.check(self._groups.values())
-            for tenant in self.tenants.all():
-                if tenant.used != charged.get(tenant, 0):
-                    faults.append(f"tenant {tenant.name} pays for {charged.get(tenant, 0)} B, not {tenant.used}")
+            for name, account in self.tenants.accounts().items():
+                if account.used != charged.get(account, 0):
+                    faults.append(f"{name} pays for {charged.get(account, 0)} B, not {account.used}")
         if faults:
             raise IntegrityError("; ".join(faults))
         return "\n".join(lines) or "no caches"

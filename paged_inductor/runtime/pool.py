@@ -2,13 +2,16 @@
 
 A *block* is a fixed number of token slots; what a block's bytes mean (which layers, K or V) is the business of
 the arenas. Block 0 is the *zero page*: it is never allocated, never written and stands for "nothing here". A negative
-id is a *swapped* block: its tokens are in another tier of memory (see `swap`), and it has owners as any block.
+id is a *swapped* block: its tokens are in another tier of memory (see `swap`), and it has owners as any block. A block
+that loses its last owner but has a name in the `index` is *cached*: neither free nor used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
+
+from .prefixes import PrefixIndex
 
 __all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota", "Watcher"]
 
@@ -55,7 +58,7 @@ class BlockPool:
     Not thread-safe by itself: the caller holds the manager's lock.
     """
 
-    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped", "watcher")
+    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped", "index", "watcher")
 
     def __init__(self, block_bytes: int = 1) -> None:
         self._refs: list[int] = [1]  # the zero page holds itself
@@ -64,6 +67,7 @@ class BlockPool:
         self._swapped: dict[int, tuple[int, Account]] = {}  # owners of a swapped block, and who pays when it is back
         self.block_bytes = block_bytes
         self.account = Account()
+        self.index = PrefixIndex()
         self.watcher: Watcher | None = None
         self.dropped: list[int] = []  # swapped blocks without owners, for the swap space to forget
 
@@ -80,12 +84,12 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Allocated blocks, the zero page not counted."""
-        return len(self._refs) - 1 - len(self._free)
+        return len(self._refs) - 1 - len(self._free) - self.index.num_cached
 
     @property
     def num_cached(self) -> int:
-        """Blocks without owners that are kept for their tokens, until somebody needs the space."""
-        return 0
+        """Blocks without owners whose tokens are kept, because they have names; `evict` makes them free."""
+        return self.index.num_cached
 
     @property
     def num_swapped(self) -> int:
@@ -117,7 +121,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, block: int) -> None:
-        """Drop an owner; the last one returns the block to the free list, or forgets a swapped one."""
+        """Drop an owner; the last one returns the block to the free list, caches it if it has a name, or forgets a
+        swapped one."""
         if block < 0:
             self._release_swapped(block)
             return
@@ -126,7 +131,10 @@ class BlockPool:
             self.watcher.freed_twice(block)
         self._refs[block] = refs
         if refs == 0:
-            self._put_back(block)
+            if self.index.park(block):
+                self._charge(block, None)
+            else:
+                self._put_back(block)
 
     def _put_back(self, block: int) -> None:
         """A block has no owners any more, and nobody pays for it."""
@@ -134,6 +142,36 @@ class BlockPool:
         self._charge(block, None)
         if self.watcher is not None:
             self.watcher.freed(block)
+
+    def share(self, block: int, common: Account) -> None:
+        """Add an owner, on behalf of `account`, to a named block. It pays if nobody does; if another account does,
+        `common` will from now on.
+
+        Raises `OverQuota`, with nothing changed, if a cached block is one too many for `account`.
+        """
+        payer = self._payers[block]
+        if payer is None:
+            if self.account.used + self.block_bytes > self.account.limit:
+                raise OverQuota(self.account)
+            self.index.unpark(block)
+            self._charge(block, self.account)
+        elif payer is not self.account and payer is not common:
+            self._charge(block, common)
+        self._refs[block] += 1
+
+    def evict(self, count: int) -> int:
+        """Make up to `count` cached blocks free; returns how many."""
+        for done in range(count):
+            block = self.index.evict()
+            if block is None:
+                return done
+            self._put_back(block)
+        return count
+
+    def forget_names(self) -> None:
+        """No block has a name any more; the cached ones are free."""
+        self.evict(self.num_cached)
+        self.index = PrefixIndex()
 
     def _release_swapped(self, block: int) -> None:
         refs, payer = self._swapped[block]
@@ -174,6 +212,7 @@ class BlockPool:
         payer = self._payers[block]
         assert payer is not None
         self._swapped[swapped] = (self._refs[block], payer)
+        self.index.forget(block)
         self._refs[block] = 0
         self._put_back(block)
 
@@ -195,6 +234,7 @@ class BlockPool:
         self._free.append(source)
         self._refs[target], self._refs[source] = self._refs[source], 0
         self._payers[target], self._payers[source] = self._payers[source], None
+        self.index.move(source, target)
         if self.watcher is not None:
             self.watcher.freed(source)
 
@@ -216,6 +256,9 @@ class BlockPool:
         capacity = len(self._refs)
         while capacity > 1 and self._refs[capacity - 1] == 0:
             capacity -= 1
+        for block in [block for block in self.index.cached() if block >= capacity]:
+            self.index.unpark(block)
+            self.index.forget(block)
         if capacity < len(self._refs):
             del self._refs[capacity:]
             del self._payers[capacity:]
@@ -253,15 +296,19 @@ class BlockPool:
 
     def check(self) -> list[str]:
         """Inconsistencies of the free list and the counts, as sentences (empty when sound)."""
-        faults = []
-        free = set(self._free)
+        faults = self.index.check()
+        free, cached = set(self._free), set(self.index.cached())
+        if free & cached:
+            faults.append(f"{len(free & cached)} block(s) are both free and cached")
         if len(free) != len(self._free):
             faults.append(f"the free list holds {len(self._free) - len(free)} block(s) twice")
         if ZERO_BLOCK in free or self._refs[ZERO_BLOCK] != 1:
             faults.append(f"the zero page is free or has {self._refs[ZERO_BLOCK]} owners, not 1")
         for block, refs in enumerate(self._refs):
-            if refs < 0 or (refs == 0) != (block in free):
+            if refs < 0 or (refs == 0) != (block in free or block in cached):
                 faults.append(f"block {block} has {refs} owners and is {'' if block in free else 'not '}free")
+            if block in self.index and refs == 0 and block not in cached:
+                faults.append(f"block {block} has a name and no owner, and is not cached")
             if block != ZERO_BLOCK and (self._payers[block] is None) != (refs == 0):
                 faults.append(f"block {block} has {refs} owners and {'no' if refs else 'a'} payer")
         return faults

@@ -72,7 +72,8 @@ class Sanitizer:
         for row in group.live_rows():
             row.stamps = None
             self.stamp((row,))
-        self.poison(block for block in range(1, group.pool.capacity) if not group.pool.refcount(block))
+        pool = group.pool
+        self.poison(b for b in range(1, pool.capacity) if not pool.refcount(b) and b not in pool.index)
 
     # -- blocks ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .pool import BlockPool
+from .prefixes import RowNames
 
 __all__ = [
     "Row",
@@ -32,18 +33,25 @@ class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
     `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
-    of the blocks may be swapped. `stamps` are the blocks' generations from when they were put here, as far as the
-    sanitizer noted them; None without one.
+    of the blocks may be swapped. `names` are those of its first tokens, as far as they are known (see `lending`); None
+    if nothing is known. `stamps` are the blocks' generations from when they were put here, as far as the sanitizer
+    noted them; None without one.
     """
 
-    __slots__ = ("away", "blocks", "length", "live", "stamps")
+    __slots__ = ("away", "blocks", "length", "live", "names", "stamps")
 
     def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
         self.blocks = blocks
         self.length = length
         self.away = away
         self.live: dict[int, int] = {}
+        self.names: RowNames | None = None
         self.stamps: list[int] | None = None
+
+    def forget_names(self, length: int, block_size: int) -> None:
+        """Tokens from `length` on are about to be written: what is known of them is not true any more."""
+        if self.names is not None:
+            self.names = self.names.first(length, block_size)
 
 
 def register(row: Row, length: int) -> None:
@@ -103,7 +111,10 @@ def fork_row(
             blocks[j] = fresh[j]
         else:
             pool.retain(block)
-    return Row(blocks, length, row.away)
+    result = Row(blocks, length, row.away)
+    if row.names is not None and not skip:
+        result.names = row.names.first(min(length, first) if first < stop else length, block_size)
+    return result
 
 
 def private_blocks(length: int, block_size: int, first: int, stop: int) -> list[int]:
@@ -129,8 +140,11 @@ def blocks_needed(
 
 
 def _must_fork(row: Row, length: int, pool: BlockPool, block_size: int) -> bool:
-    """Whether tokens behind the first `length` of `row` are seen by others, here or in a shared tail block."""
-    return row.length != length or (length % block_size != 0 and pool.refcount(row.blocks[-1]) != 1)
+    """Whether tokens behind the first `length` of `row` are seen by others, here or in a tail block that is shared or
+    has a name."""
+    if row.length != length:
+        return True
+    return length % block_size != 0 and (pool.refcount(row.blocks[-1]) != 1 or row.blocks[-1] in pool.index)
 
 
 def append_rows(
@@ -161,6 +175,7 @@ def append_rows(
                 old -= skips[i] * block_size
                 if old % block_size:
                     on_block((i, old // block_size, row.blocks[-1]))
+            row.forget_names(old, block_size)
             new = old + count
             blocks = row.blocks
             row.length = new

@@ -41,6 +41,8 @@ class Tenants:
         self._lock = threading.Lock()
         self._default = Tenant("default")
         self._by_name = {"default": self._default}
+        self.common = Account()
+        """Pays, without a limit, for blocks that several tenants share."""
 
     def named(self, name: str) -> Tenant:
         """The tenant of that name; made at the first call."""
@@ -55,6 +57,10 @@ class Tenants:
     def current(self) -> Tenant:
         """Who makes the caches that are made here and now."""
         return self.entered() or self._default
+
+    def accounts(self) -> dict[str, Account]:
+        """Everybody who pays for blocks, by name."""
+        return {**{f"tenant {tenant.name}": tenant for tenant in self.all()}, "the common account": self.common}
 
     def all(self) -> list[Tenant]:
         """Every tenant, in the order in which they were first named; the default one is the first."""

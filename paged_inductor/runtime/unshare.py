@@ -32,15 +32,17 @@ class Separation(NamedTuple):
 def separations(
     places: Sequence[tuple[Sequence[Place], int, int]], pool: BlockPool, block_size: int
 ) -> list[Separation]:
-    """What must be copied before `places`, each (places that are one, first token, stop), are written to."""
+    """What must be copied before `places`, each (places that are one, first token, stop), are written to. What is known
+    of these tokens is forgotten."""
     found: list[Separation] = []
     others: dict[int, int] = {}
     for members, first, stop in places:
         view, position = members[0]
         row = view.rows[position]
         left = others.get(id(row), sum(row.live.values()))
+        row.forget_names(first, block_size)
         touched = row.blocks[first // block_size : -(-stop // block_size)]
-        if left != len(members) or any(pool.refcount(block) != 1 for block in touched):
+        if left != len(members) or any(pool.refcount(block) != 1 or block in pool.index for block in touched):
             others[id(row)] = left - len(members)
             longest = max(view.lengths[position] for view, position in members)
             found.append(Separation(members, row, longest, first, stop))

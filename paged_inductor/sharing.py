@@ -1,0 +1,201 @@
+"""What a compiled graph does for shared prefixes: it says which tokens its rows hold, as `ProveSharing` proved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from hashlib import sha256
+from struct import pack
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.fx import Node
+
+from .passes import Sharing
+from .runtime import Policy, RowNames, Tokens, View, manager, settle
+from .weights import Weights
+
+if TYPE_CHECKING:
+    from .group_plan import GroupPlan
+    from .step import Step
+
+__all__ = ["Learner", "Loan", "Registration", "Sharer", "StalePrefix", "learner", "loans", "registering", "row_tokens"]
+
+
+class StalePrefix(Exception):
+    """A view that was lent does not hold what this graph would have computed; never seen by users."""
+
+
+class Loan:
+    """A view of a prefix that a prompt is about to go on from. confirmed: the graph that did so would have computed it
+    in the same way."""
+
+    confirmed = False
+
+
+class Registration:
+    """A prefix being registered. tokens: how many are."""
+
+    tokens = 0
+
+
+class Learner(Protocol):
+    """Who wants to know of steps that began new caches."""
+
+    def learn(self, sharer: Sharer, args: Sequence[Any], views: Sequence[View]) -> None:
+        """`sharer`'s graph was called with `args`, and filled `views`, one of each group."""
+
+
+loans: WeakKeyDictionary[View, Loan] = WeakKeyDictionary()
+learner: ContextVar[Learner | None] = ContextVar("paged_inductor_learner", default=None)
+registering: ContextVar[Registration | None] = ContextVar("paged_inductor_registering", default=None)
+"""Set if the prefixes computed here are to be found by all tenants that share "system"."""
+
+
+class Sharer:
+    """The names of the tokens that one graph's steps store."""
+
+    def __init__(self, sharing: Sharing, captured: Sequence[Node]) -> None:
+        """captured: the graph's inputs, in order."""
+        position = {node.name: i for i, node in enumerate(captured)}
+        self.sharing = sharing
+        self._ids = position[sharing.ids]
+        self._positions = [position[name] for name in sharing.positions]
+        self._others = [position[name] for name in sharing.others]
+        self._mask = position[sharing.mask] if sharing.mask else None
+        self._whole = [position[name] for name in sharing.whole]
+        self.weights = Weights({name: position[name] for name in sharing.weights})
+        self.keywords = {name: _keyword(captured[at]) for name, at in position.items()}
+
+    def root(self, args: Sequence[Any] | Mapping[int, Any], salt: bytes) -> bytes | None:
+        """What all names begin with: the weights, and how they are used; None if the weights have no identity."""
+        weights = self.weights.digest(args)
+        if weights is None:
+            return None
+        whole = [(args[i].dtype, args[i].tolist()) for i in self._whole]
+        facts = (self.sharing.digest, weights, salt, len(self._positions), len(self._others), whole)
+        return sha256(repr(facts).encode()).digest()
+
+    def finish(self, args: Sequence[Any], plans: Sequence[GroupPlan], steps: Sequence[Step]) -> None:
+        """A step succeeded: name what it stored, and share it."""
+        views = [step.view for step in steps]
+        registration = registering.get()
+        starts = not plans[0].inputs
+        if not starts and registration is None and views[0].tenant.share == "none":
+            return
+        policy = Policy.of(views[0].tenant, registration is not None)
+        count = plans[0].count(args)
+        batch = len(views[0].rows)
+        size = views[0].group.block_size
+        if not policy.shares and not (starts and batch > 1 and count >= size):
+            return
+        if any(set(view.lengths) != {view.length} for view in views):
+            return  # rows that start later, or windows
+        root = self.root(args, policy.salt)
+        if root is None:
+            return
+        old = views[0].length - count
+        if starts and not self.sharing.starts:
+            return
+        names = self._extended(args, root, views, old, starts)
+        if names is None:
+            return
+        for view in views:
+            settle(manager(), view, names, policy)
+        if registration is not None:
+            registration.tokens = max(registration.tokens, *(len(known.digests) * size for known in names if known))
+        if starts and policy.shares and (who := learner.get()) is not None:
+            who.learn(self, args, views)
+
+    def _extended(
+        self, args: Sequence[Any], root: bytes, views: Sequence[View], old: int, starts: bool
+    ) -> list[RowNames | None] | None:
+        """The names of all tokens of each row, of which the first `old` should be known."""
+        size = views[0].group.block_size
+        before = [self._known(views, i, root, old, starts) for i in range(len(views[0].rows))]
+        if not any(before):
+            return None
+        mask = args[self._mask] if self._mask is not None else None
+        new = row_tokens(
+            args[self._ids], [args[i] for i in self._positions], [args[i] for i in self._others], mask, old
+        )
+        if new is None:
+            return None
+        names: list[RowNames | None] = []
+        for known, tokens in zip(before, new):
+            hidden = tuple(at for at in tokens.hidden if at < old)
+            if known is None or hidden != known.hidden:
+                names.append(None)
+                continue
+            later = [at for at in tokens.hidden if at >= old]
+            names.append(known.extended(tokens.ids, tokens.deviations, later, size))
+        return names
+
+    @staticmethod
+    def _known(views: Sequence[View], i: int, root: bytes, old: int, starts: bool) -> RowNames | None:
+        """The names of the first `old` tokens of batch row `i`, if all groups agree on them."""
+        if starts:
+            return RowNames(root)
+        first = views[0].rows[i].names
+        if first is None or first.root != root or first.length(views[0].group.block_size) != old:
+            return None
+        return first if all(view.rows[i].names == first for view in views[1:]) else None
+
+    def confirm(self, args: Sequence[Any], views: Sequence[View]) -> bool:
+        """Whether this graph would have computed these views' tokens in the same way."""
+        root = self.root(args, manager().tenants.current().salt)
+        return root is not None and all(
+            row.names is not None and row.names.root == root for view in views for row in view.rows
+        )
+
+
+def row_tokens(
+    ids: Tensor, positions: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor | None, old: int
+) -> list[Tokens] | None:
+    """The tokens of each row of `ids` [B, S], of which the first is token `old` of its row; None if the mask
+    [B or 1, old + S] is of another size, or not made of ones and zeros. positions, others: [B or 1, S] or [S]."""
+    rows = ids.tolist()
+    count = ids.shape[1]
+    usual = list(range(old, old + count))
+    found: list[dict[int, bytes]] = [{} for _ in rows]
+    for n, values in enumerate(positions):
+        for deviations, own in zip(found, _by_row(values, len(rows))):
+            if own != usual:
+                for at, (value, expected) in enumerate(zip(own, usual)):
+                    if value != expected:
+                        deviations[at] = deviations.get(at, b"") + pack("<cBq", b"p", n, value - expected)
+    for n, values in enumerate(others):
+        for deviations, own in zip(found, _by_row(values, len(rows))):
+            for at, value in enumerate(own):
+                deviations[at] = deviations.get(at, b"") + pack("<cBq", b"o", n, int(value))
+    hidden: list[list[int]] = [[] for _ in rows]
+    if mask is not None:
+        if mask.dim() != 2 or mask.shape[1] != old + count:
+            return None
+        shown = mask == 1
+        if not bool(shown.all()):
+            if bool((mask[~shown] != 0).any()):
+                return None
+            for at, row in enumerate(shown.tolist() * (len(rows) if mask.shape[0] == 1 else 1)):
+                hidden[at] = [k for k, seen in enumerate(row) if not seen]
+                for k in hidden[at]:
+                    if k >= old:
+                        found[at][k - old] = found[at].get(k - old, b"") + b"h"
+    return [Tokens(*each) for each in zip(rows, found, hidden)]
+
+
+def _by_row(values: Tensor, count: int) -> list[list[Any]]:
+    rows = values.tolist()
+    if values.dim() == 1:
+        rows = [rows]
+    return rows if len(rows) == count else rows * count
+
+
+def _keyword(node: Node) -> str:
+    """The keyword argument of the compiled function that an input is, or ''."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    name = name() if callable(name) else name
+    match = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\]", name)
+    return match.group(1) if match else ""

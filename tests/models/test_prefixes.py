@@ -1,0 +1,333 @@
+"""Shared prefixes end to end: the tokens are the dense model's, and blocks are shared exactly where they may be."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import paged_inductor
+from paged_inductor.runtime import manager
+from paged_inductor.runtime.tenants import Tenant
+from tests.models.zoo import Decoder, Form, generate
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_numbers = itertools.count()
+
+
+def llama() -> transformers.PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **sizes, **heads))
+
+
+def gpt2() -> transformers.PreTrainedModel:
+    config = transformers.GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    return transformers.GPT2LMHeadModel(config)
+
+
+class tenant:
+    """A tenant of a name that no other test uses."""
+
+    def __init__(self, share: str, **options: Any) -> None:
+        self.name = f"prefixes {next(_numbers)}"
+        self._context = paged_inductor.tenant(self.name, share=share, **options)
+
+    def __enter__(self) -> Tenant:
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 61, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def hits() -> int:
+    return paged_inductor.stats().prefix_hits
+
+
+def blocks(past: Any) -> list[list[int]]:
+    """The blocks of each row of a cache."""
+    layer = past.layers[0].keys if hasattr(past, "layers") else past[0][0]
+    return [list(row.blocks) for row in layer._view.rows]
+
+
+@pytest.fixture
+def decoder() -> tuple[Decoder, Decoder]:
+    """A dense decoder, and a paged one."""
+    torch.manual_seed(0)
+    model = Decoder(Form())
+    return model, paged_inductor.page(copy.deepcopy(model), inner="eager")  # type: ignore[return-value]
+
+
+class Pair:
+    """A dense model of transformers, and a paged one that must give the same tokens."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self.dense = model.eval()
+        self.paged = paged_inductor.page(copy.deepcopy(model), inner="eager")
+
+    def generate(self, ids: Tensor, new_tokens: int = 6, **options: Any) -> tuple[Any, int]:
+        """The paged model's result, and how many tokens of prompts were found."""
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True, **options}
+        before = hits()
+        got = self.paged.generate(ids, **options)
+        assert torch.equal(got.sequences, self.dense.generate(ids, **options).sequences)
+        return got, hits() - before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_generate_does_not_compute_what_is_cached(make: Any) -> None:
+    torch.manual_seed(0)
+    pair = Pair(make())
+    prompt = tokens(43)
+    with tenant("tenant"):
+        first, found = pair.generate(prompt)
+        assert found == 0
+        second, found = pair.generate(prompt)
+        assert found == 42  # one token must be computed
+        assert blocks(second.past_key_values)[0][:2] == blocks(first.past_key_values)[0][:2]
+        found = pair.generate(torch.cat([prompt[:, :21], tokens(9, 1)], 1))[1]
+        assert found == 21  # also in the middle of a block
+        answer = first.sequences
+        del first, second
+        assert paged_inductor.stats().blocks_used == 0
+        found = pair.generate(torch.cat([answer, tokens(9, 2)], 1))[1]  # the next turn, after the cache was dropped
+        assert found == 48
+        found = pair.generate(torch.cat([prompt, torch.cat([prompt[:, :30], tokens(13, 3)], 1)]))[1]
+        assert found == 2 * 30
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generate_with_beams_and_padding() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    prompt = tokens(43)
+    with tenant("tenant"):
+        pair.generate(prompt)
+        assert pair.generate(prompt, num_beams=3)[1] == 3 * 42
+        batch = prompt.repeat(2, 1)
+        mask = torch.ones_like(batch)
+        mask[0, :5] = 0
+        assert pair.generate(batch, attention_mask=mask)[1] == 0  # its first row begins with five hidden tokens
+        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 32
+        mask[0, :6] = 0
+        assert pair.generate(batch, attention_mask=mask)[1] == 0
+        options = {"return_dict_in_generate": False, "output_hidden_states": True}  # all positions are asked for
+        assert pair.generate(prompt, **{**options, "return_dict_in_generate": True})[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_weights_are_another_model() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    prompt = tokens(43)
+    with tenant("tenant"):
+        pair.generate(prompt)
+        for model in (pair.dense, pair.paged):
+            with torch.no_grad():
+                model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        assert pair.generate(prompt)[1] == 0
+        assert pair.generate(prompt)[1] == 42
+        for model in (pair.dense, pair.paged):
+            weight = model.model.layers[1].self_attn.v_proj.weight
+            model.model.layers[1].self_attn.v_proj.weight = torch.nn.Parameter(weight * 1.5)
+        # the weights that are known are gone: what was found is not used, as the tokens tell
+        pair.generate(prompt)
+        pair.generate(prompt)
+        for model in (pair.dense, pair.paged):
+            with torch.no_grad():
+                model.lm_head.weight.mul_(-1)  # no key and no value depends on it
+        assert pair.generate(prompt)[1] == 42
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_registered_prefixes() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    system = tokens(40)
+    assert paged_inductor.register_prefix(pair.paged, system[0]) == 32
+    mine = torch.cat([system, tokens(20, 1)], 1)
+    with tenant("system"):
+        assert pair.generate(mine)[1] == 32
+        assert pair.generate(mine)[1] == 32  # its own tokens are not kept
+    with tenant("global"):
+        assert pair.generate(mine)[1] == 32
+        assert pair.generate(mine)[1] == 59
+    with tenant("system", salt="other"):
+        assert pair.generate(mine)[1] == 0
+    with tenant("none"):
+        assert pair.generate(mine)[1] == 0
+    assert paged_inductor.register_prefix(pair.paged, system) == 32
+    with pytest.raises(paged_inductor.PrefixError, match="pass tokenizer"):
+        paged_inductor.register_prefix(pair.paged, "You are")  # type: ignore[arg-type]
+    with pytest.raises(paged_inductor.PrefixError, match="none of these 9 tokens can be kept"):
+        paged_inductor.register_prefix(pair.paged, tokens(9))
+    with pytest.raises(paged_inductor.PrefixError, match=r"of shape \[2, 40\]"):
+        paged_inductor.register_prefix(pair.paged, system.repeat(2, 1))
+
+
+def test_loops_that_pass_the_whole_prompt_share_the_memory(decoder: tuple[Decoder, Decoder]) -> None:
+    dense, paged = decoder
+    prompt = tokens(40)
+    with tenant("tenant"):
+        (first, past), (second, other) = generate(paged, prompt, 5), generate(paged, prompt, 5)
+        third, chunked = generate(paged, prompt, 5, (7, 20))
+    expected, _ = generate(dense, prompt, 5)
+    assert torch.equal(first, expected) and torch.equal(second, expected) and torch.equal(third, expected)
+    full = blocks(past)[0][:2]
+    assert blocks(other)[0][:2] == full == blocks(chunked)[0][:2]
+    assert len({blocks(p)[0][2] for p in (past, other, chunked)}) == 3
+    assert paged_inductor.stats().blocks_used == 2 + 3
+
+
+def test_rows_of_one_batch_share_also_where_nothing_is_kept(decoder: tuple[Decoder, Decoder]) -> None:
+    dense, paged = decoder
+    prompt = torch.cat([tokens(40), tokens(40), tokens(40, 1)])
+    with tenant("none"):
+        got, past = generate(paged, prompt, 3)
+        first, second, third = blocks(past)
+        assert first[:2] == second[:2]
+        assert not {*first, *second} & set(third)
+        _, other = generate(paged, prompt, 3)
+        assert not {b for row in blocks(past) for b in row} & {b for row in blocks(other) for b in row}
+    assert torch.equal(got, generate(dense, prompt, 3)[0])
+    del past, other
+    assert paged_inductor.stats().cached_blocks == 0
+
+
+def test_salts_and_policies_separate_tenants(decoder: tuple[Decoder, Decoder]) -> None:
+    _, paged = decoder
+    prompt = tokens(40)
+    held: dict[str, list[int]] = {}
+    kept = []
+    for name, share, salt in [
+        ("mine", "tenant", None),
+        ("yours", "tenant", None),
+        ("global", "global", None),
+        ("global too", "global", None),
+        ("global, salted", "global", "x"),
+        ("system", "system", None),
+        ("none", "none", None),
+    ]:
+        with tenant(share, salt=salt) as who:
+            _, past = generate(paged, prompt, 2)
+            kept.append((past, who))
+            held[name] = blocks(past)[0]
+    assert held.pop("global too")[:2] == held["global"][:2]
+    for one, other in itertools.combinations(held.values(), 2):
+        assert not set(one) & set(other)
+    size = kept[0][0][0][0]._view.group.block_bytes
+    used = [who.used // size for _, who in kept]
+    assert used == [3, 3, 1, 1, 3, 3, 3]  # two blocks are charged to nobody in particular
+    assert manager().tenants.common.used == 2 * size
+
+
+def test_what_is_shared_is_not_overwritten(decoder: tuple[Decoder, Decoder]) -> None:
+    """By writes into a cache, and by what is appended to a shorter one."""
+    dense, paged = decoder
+    prompt = tokens(32)
+    with tenant("tenant"), torch.no_grad():
+        _, past = paged(prompt)
+        _, other = paged(prompt)
+        assert blocks(past) == blocks(other)
+        before = other[0][0].dense()
+        past[0][0][:, :, 3] = 7.0
+        past[0][0].zero_()
+        assert torch.equal(other[0][0].dense(), before)
+        del past, other
+        _, again = paged(prompt)
+        assert torch.equal(again[0][0].dense(), before)
+        short = [tuple(tensor[:, :, :20] for tensor in layer) for layer in again]
+        del again
+        logits, longer = paged(prompt[:, :5], short)  # in the middle of a block that has a name
+        _, once_more = paged(prompt)
+        assert torch.equal(once_more[0][0].dense(), before)
+        expected, _ = dense(torch.cat([prompt[:, :20], prompt[:, :5]], 1))
+        torch.testing.assert_close(logits, expected[:, 20:], rtol=1e-3, atol=1e-3)
+        assert blocks(longer)[0][0] == blocks(once_more)[0][0]
+
+
+def test_cached_blocks_give_way_when_memory_is_short(decoder: tuple[Decoder, Decoder]) -> None:
+    dense, paged = decoder
+    with tenant("tenant"):
+        _, past = generate(paged, tokens(40), 1)
+        size = past[0][0]._view.group.block_bytes
+        del past
+        paged_inductor.reset()
+        paged_inductor.configure(kv_budget=8 * size)
+        for seed in (0, 1, 2, 1, 3, 0):
+            got, past = generate(paged, tokens(40, seed), 3)
+            assert torch.equal(got, generate(dense, tokens(40, seed), 3)[0])
+            books = paged_inductor.stats()
+            assert books.blocks_used + books.cached_blocks <= 8
+        assert books.evictions > 0
+        assert books.cached_blocks > 0
+        with pytest.raises(paged_inductor.KVBudgetExceeded):
+            generate(paged, tokens(200), 1)
+
+
+PROMPTS = [tokens(48, 7)[:, :n] for n in (5, 17, 32, 48)] + [
+    torch.cat([tokens(48, 7)[:, :n], tokens(20, 8)], 1) for n in (10, 16, 33)
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(range(7)), st.sampled_from(["a", "b", "c"]), st.booleans()), max_size=8))
+@settings(max_examples=12)
+def test_any_calls_of_several_tenants_give_the_dense_models_tokens(calls: list[tuple[int, str, bool]]) -> None:
+    dense, paged, expected = _known_answers()
+    paged_inductor.reset()
+    paged_inductor.configure(kv_budget=14 * 16 * 256)
+    kept: list[tuple[str, Any]] = []
+    shares = {"a": ("global", "1"), "b": ("global", "2"), "c": ("tenant", "1")}
+    for which, name, keep in calls:
+        share, salt = shares[name]
+        with paged_inductor.tenant(f"drawn {name}", share=share, salt=salt):
+            try:
+                got, past = generate(paged, PROMPTS[which], 4)
+            except paged_inductor.KVBudgetExceeded:
+                kept.clear()
+                continue
+        assert torch.equal(got, expected[which])
+        if keep:
+            kept.append((name, past))
+        del past
+        paged_inductor.check_integrity()
+        for (one, mine), (other, yours) in itertools.combinations(kept, 2):
+            assert one == other or not set(blocks(mine)[0]) & set(blocks(yours)[0])
+
+
+_answers: list[Any] = []
+
+
+def _known_answers() -> tuple[Decoder, Decoder, list[Tensor]]:
+    if not _answers:
+        torch.manual_seed(0)
+        dense = Decoder(Form())
+        paged = paged_inductor.page(copy.deepcopy(dense), inner="eager")
+        _answers.extend((dense, paged, [generate(dense, prompt, 4)[0] for prompt in PROMPTS]))
+    return _answers[0], _answers[1], _answers[2]
+
+
+@pytest.fixture(autouse=True)
+def no_answers() -> Iterator[None]:
+    yield
+    _answers.clear()

@@ -1,0 +1,177 @@
+"""What the proof of sharing accepts, and what it refuses: each refused model would give wrong tokens if it shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paged_inductor
+
+VOCAB, DIM, HEADS = 31, 16, 2
+COUNT = 9
+
+
+class Decoder(nn.Module):
+    """Two layers of attention; the parts that the tests vary are functions of (model, ...)."""
+
+    def __init__(self, **parts: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4)) for _ in range(2))
+        self.norm = nn.LayerNorm(DIM)
+        self.places = nn.Parameter(torch.randn(64, DIM))
+        self.requires_grad_(False)
+        self.parts = parts
+
+    def forward(self, ids: Tensor, past: Any = None, extra: Any = None) -> tuple[Tensor, Any]:
+        parts = self.parts
+        seen = 0 if past is None else past[0][0].shape[2]
+        x = parts.get("embed", lambda m, ids, seen: m.embed(ids))(self, ids, seen)
+        count = x.shape[1]
+        mask = parts.get("mask", causal)(self, seen, count, extra)
+        presents = []
+        for i, (q, k, v, o) in enumerate(self.layers):
+            y = parts.get("mix", lambda m, x, extra: m.norm(x))(self, x, extra)
+            query, key, value = (f(y).view(-1, count, HEADS, DIM // HEADS).transpose(1, 2) for f in (q, k, v))
+            if past is not None:
+                key, value = torch.cat([past[i][0], key], 2), torch.cat([past[i][1], value], 2)
+            presents.append((key, value))
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            x = x + o(out.transpose(1, 2).reshape(-1, count, DIM))
+        return x, presents
+
+
+def causal(model: Decoder, seen: int, count: int, extra: Any) -> Tensor:
+    return torch.arange(seen + count) <= torch.arange(seen, seen + count)[:, None]
+
+
+def reasons(model: Decoder, ids: Tensor, extra: Any = None, steps: int = 2) -> list[str]:
+    """Why each graph of a prompt and some steps does not share: "" if it does."""
+    paged_inductor.page(model, inner="eager")
+    with torch.no_grad():
+        _, past = model(ids, None, extra)
+        for _ in range(steps):
+            _, past = model(ids[:, :1], past, extra)
+    graphs = paged_inductor.explain(model).graphs
+    assert all(site.paged for graph in graphs for site in graph.sites)
+    return [graph.sharing for graph in graphs]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    paged_inductor.reset()
+
+
+def prompt(rows: int = 2) -> Tensor:
+    return torch.arange(rows * COUNT).view(rows, COUNT) % VOCAB
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"embed": lambda m, ids, seen: m.embed(ids) + m.embed(torch.arange(seen, seen + ids.shape[1]) + 3)},
+        {"embed": lambda m, ids, seen: m.embed.weight[ids] * 2},
+        {"mix": lambda m, x, extra: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)},
+        {"mix": lambda m, x, extra: m.norm(x.reshape(-1, DIM)).view(x.shape)},
+        {"mix": lambda m, x, extra: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)},
+        {"mix": lambda m, x, extra: F.softmax(x, -1)},
+        {
+            "mask": lambda m, seen, count, extra: (
+                (torch.arange(seen + count) <= torch.arange(seen, seen + count)[:, None])
+                & (torch.arange(seen + count) > torch.arange(seen, seen + count)[:, None] - 4)
+            )
+        },
+    ],
+    ids=["plain", "positions", "look-up", "rms", "flattened", "halves", "softmax", "window"],
+)
+def test_what_stays_in_its_place_is_shared(parts: dict[str, Any], rows: int) -> None:
+    assert reasons(Decoder(**parts), prompt(rows)) == [""] * 3
+
+
+def padding(model: Decoder, seen: int, count: int, extra: Tensor) -> Tensor:
+    return causal(model, seen, count, None) & extra[:, None, None, : seen + count].bool()
+
+
+def test_a_mask_whose_columns_are_an_inputs_is_shared() -> None:
+    found = []
+    model = Decoder(mask=lambda m, seen, count, extra: padding(m, seen, count, extra))
+    paged_inductor.page(model, inner="eager")
+    with torch.no_grad():
+        _, past = model(prompt(), None, torch.ones(2, COUNT, dtype=torch.int64))
+        model(prompt()[:, :1], past, torch.ones(2, COUNT + 1, dtype=torch.int64))
+    found = [graph.sharing for graph in paged_inductor.explain(model).graphs]
+    assert found == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"mask": lambda m, seen, count, extra: None}, "not proven to hide later tokens"),
+        (
+            {"mask": lambda m, seen, count, extra: torch.arange(seen + count) <= torch.arange(count)[:, None] + 1},
+            "not proven to hide later tokens",
+        ),
+        ({"mask": lambda m, seen, count, extra: extra[None, None]}, "not proven to hide later tokens"),
+        ({"mix": lambda m, x, extra: x - x.mean(1, keepdim=True)}, "joins all positions, or all rows"),
+        ({"mix": lambda m, x, extra: x - x.mean(0, keepdim=True)}, "joins all positions, or all rows"),
+        ({"mix": lambda m, x, extra: x.flip(1)}, "flip at flip may mix positions"),
+        ({"mix": lambda m, x, extra: x.cumsum(1)}, "cumsum at cumsum may mix positions"),
+        ({"mix": lambda m, x, extra: x + x[:, -1:]}, "picks some of the positions"),
+        ({"mix": lambda m, x, extra: x + m.places[: x.shape[1]]}, "joins tokens with a tensor of the call's length"),
+        ({"mix": lambda m, x, extra: x.reshape(x.shape[0], -1, 2 * DIM).view(x.shape)}, "mixes tokens"),
+        ({"mix": lambda m, x, extra: F.dropout(x, 0.5, True)}, "is random"),
+        ({"mix": lambda m, x, extra: x + torch.rand(DIM)}, "rand at rand may mix positions"),
+        ({"mix": lambda m, x, extra: m.norm(x).add_(1)}, "may mix positions"),
+        ({"embed": lambda m, ids, seen: m.embed(ids.flip(0))}, "may mix positions"),
+        ({"embed": lambda m, ids, seen: m.embed(ids) + m.embed(torch.arange(ids.shape[1]) * 0)}, ""),
+        ({"mix": lambda m, x, extra: x * extra.mean()}, "holds floating-point numbers, not token ids"),
+    ],
+)
+def test_what_does_not_is_refused(parts: dict[str, Any], reason: str) -> None:
+    ids = prompt()[:, : COUNT - 1]
+    extra = torch.zeros(COUNT - 1, COUNT - 1)
+    found = reasons(Decoder(**parts), ids, extra, steps=0)
+    assert len(found) == 1
+    assert reason in found[0]
+    assert bool(found[0]) == bool(reason)
+
+
+def test_inputs_as_embeddings_are_refused() -> None:
+    model = Decoder(embed=lambda m, x, seen: x)
+    assert reasons(model, torch.randn(2, COUNT, DIM), steps=0) == [
+        "the input l_args_0_ holds floating-point numbers, not token ids"
+    ]
+
+
+def test_positions_that_every_call_counts_anew_are_refused() -> None:
+    """A cache that is extended by several tokens: its prompt's graph would be right, but not this one."""
+    model = Decoder(embed=lambda m, ids, seen: m.embed(ids) + m.places[torch.arange(ids.shape[1])])
+    paged_inductor.page(model, inner="eager")
+    ids = torch.arange(32)[None] % VOCAB
+    with torch.no_grad(), paged_inductor.tenant("counts anew", share="tenant"):
+        _, whole = model(ids)
+        _, parts = model(ids[:, :16])
+        _, parts = model(ids[:, 16:], parts)
+        mine, yours = (past[0][0]._view.rows[0].blocks for past in (whole, parts))
+        assert mine[0] == yours[0]
+        assert mine[1] != yours[1]
+        for _ in range(2):
+            _, parts = model(ids[:, :5], parts)
+    reason = "positions are counted from the call's first token on"
+    assert paged_inductor.explain(model).graphs[-1].sharing == reason
+
+
+def test_the_reason_is_shown() -> None:
+    model = Decoder(mix=lambda m, x, extra: x.flip(1))
+    reasons(model, prompt(), steps=0)
+    lines = str(paged_inductor.explain(model)).splitlines()
+    assert "graph 1 does not share prefixes: flip at flip may mix positions" in lines

@@ -1,0 +1,231 @@
+"""Names of blocks, and the index of them: books that balance, and blocks that hold what their names say."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paged_inductor.runtime.pool import Account, BlockPool, OutOfBlocks, OverQuota
+from paged_inductor.runtime.prefixes import BlockName, PrefixIndex, RowNames, child_digest, decode_key, encode_key
+
+SIZE = 4
+IDS = st.integers(0, 2)
+DEVIATIONS = st.dictionaries(st.integers(0, 11), st.binary(min_size=1, max_size=3))
+
+
+@given(ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), deviations=DEVIATIONS)
+def test_a_key_says_what_it_was_made_of(ids: list[int], deviations: dict[int, bytes]) -> None:
+    assert decode_key(encode_key(ids, deviations), len(ids)) == (ids, deviations)
+
+
+def test_a_digest_is_a_chain_of_sha256() -> None:
+    root = bytes(32)
+    first = sha256(root + (7).to_bytes(8, "little")).digest()
+    names = RowNames(root).extended([7, 300], {}, (), 1)
+    assert names.digests == (first, sha256(first + (300).to_bytes(8, "little")).digest())
+
+
+@given(st.lists(st.tuples(IDS, st.one_of(st.none(), st.binary(min_size=1, max_size=2))), max_size=14), st.data())
+def test_names_do_not_depend_on_how_tokens_came(tokens: list[tuple[int, bytes | None]], data: st.DataObject) -> None:
+    """In one call or in several, or as a part of more."""
+
+    def extended(names: RowNames, part: list[tuple[int, bytes | None]]) -> RowNames:
+        deviations = {at: value for at, (_, value) in enumerate(part) if value is not None}
+        at = names.length(SIZE)
+        return names.extended([token for token, _ in part], deviations, [at + i for i in deviations], SIZE)
+
+    whole = extended(RowNames(b"r"), tokens)
+    cut = data.draw(st.integers(0, len(tokens)))
+    assert extended(extended(RowNames(b"r"), tokens[:cut]), tokens[cut:]) == whole
+    assert whole.first(cut, SIZE) == extended(RowNames(b"r"), tokens[:cut])
+    assert whole.length(SIZE) == len(tokens)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """A pool whose blocks are named after their contents, by owners in two scopes with salts of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool()
+        self.pool.grow(9)
+        self.accounts = {"a": Account(), "b": Account(5)}
+        self.common = Account()
+        self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}  # of named blocks
+        self.rows: list[list[int]] = []
+
+    def chain(self, who: str, tokens: list[int]) -> list[tuple[bytes, BlockName]]:
+        names, parent = [], who.encode()
+        for token in tokens:
+            key = encode_key([token] * SIZE, {})
+            digest = child_digest(parent, key)
+            names.append((digest, BlockName(who, digest, parent, key, 0 if who == "a" else 1)))
+            parent = digest
+        return names
+
+    @rule(who=st.sampled_from("ab"), tokens=st.lists(IDS, min_size=1, max_size=4))
+    def store(self, who: str, tokens: list[int]) -> None:
+        """A row of blocks, shared where they exist, as far as there is room."""
+        self.pool.account = self.accounts[who]
+        row: list[int] = []
+        for i, (digest, name) in enumerate(self.chain(who, tokens)):
+            block = self.pool.index.find((who,), digest)
+            try:
+                if block is not None:
+                    self.pool.share(block, self.common)
+                    assert self.contents[block] == (who, tuple(tokens[: i + 1]))
+                else:
+                    if not self.pool.num_free and self.pool.evict(1):
+                        self.contents = {b: c for b, c in self.contents.items() if b in self.pool.index}
+                    block = self.pool.allocate()
+                    assert block not in self.contents
+                    self.pool.index.add(block, name)
+                    self.contents[block] = (who, tuple(tokens[: i + 1]))
+            except OutOfBlocks:
+                break
+            row.append(block)
+        if row:
+            self.rows.append(row)
+
+    any_row = precondition(lambda self: bool(self.rows))
+
+    @any_row
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        for block in reversed(self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))):
+            self.pool.release(block)
+
+    @any_row
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted({block for row in self.rows for block in row})))
+        self.pool.index.forget(block)
+        self.contents.pop(block, None)
+
+    @rule()
+    def forget_all(self) -> None:
+        self.pool.forget_names()
+        self.contents.clear()
+        assert self.pool.num_cached == 0
+
+    @rule(count=st.integers(1, 3))
+    def evict(self, count: int) -> None:
+        before = self.pool.num_cached
+        assert self.pool.evict(count) == min(count, before)
+        self.contents = {block: what for block, what in self.contents.items() if block in self.pool.index}
+
+    @invariant()
+    def books_balance(self) -> None:
+        assert self.pool.check() == []
+        pool = self.pool
+        assert pool.num_free + pool.num_cached + pool.num_used == pool.capacity - 1
+        assert len(pool.index) == len(self.contents)
+        held = {block for row in self.rows for block in row}
+        assert pool.num_used == len(held)
+        for block in held:
+            assert pool.refcount(block) == sum(row.count(block) for row in self.rows)
+        assert sum(account.used for account in (*self.accounts.values(), self.common)) == len(held)
+        assert self.accounts["b"].used <= 5
+
+    @invariant()
+    def salts_separate(self) -> None:
+        owners = [{self.contents[b][0] for b in row if b in self.contents} for row in self.rows]
+        assert all(len(found) <= 1 for found in owners)
+
+
+TestIndex = IndexMachine.TestCase
+
+
+def named(pool: BlockPool, parent: bytes, token: int, priority: float = 0) -> tuple[int, bytes]:
+    key = encode_key([token] * SIZE, {})
+    digest = child_digest(parent, key)
+    block = pool.allocate()
+    pool.index.add(block, BlockName("s", digest, parent, key, priority))
+    return block, digest
+
+
+def test_eviction_goes_by_priority_then_by_use_and_takes_leaves_first() -> None:
+    pool = BlockPool()
+    pool.grow(9)
+    dear, _ = named(pool, b"x", 0, priority=1)
+    parent, digest = named(pool, b"r", 1)
+    child, _ = named(pool, digest, 2)
+    other, _ = named(pool, b"q", 3)
+    for block in (dear, parent, other, child):  # the parent is older than its child
+        pool.release(block)
+    assert list(pool.index.cached()) == [parent, other, child, dear]
+    assert [pool.index.evict() for _ in range(5)] == [other, child, parent, dear, None]
+
+
+def test_a_cached_block_comes_back_and_is_the_last_to_go() -> None:
+    pool = BlockPool()
+    pool.grow(9)
+    first, digest = named(pool, b"r", 1)
+    second, _ = named(pool, b"r", 2)
+    pool.release(first)
+    pool.release(second)
+    assert (pool.num_cached, pool.num_used) == (2, 0)
+    found = pool.index.find(("s",), digest)
+    assert found == first
+    pool.share(first, Account())
+    assert (pool.num_cached, pool.num_used, pool.refcount(first)) == (1, 1, 1)
+    pool.release(first)
+    assert list(pool.index.cached()) == [second, first]
+
+
+def test_who_shares_pays_once() -> None:
+    pool = BlockPool(10)
+    pool.grow(9)
+    mine, yours, common = Account(), Account(), Account()
+    pool.account = mine
+    block, _ = named(pool, b"r", 1)
+    pool.account = yours
+    pool.share(block, common)
+    assert (mine.used, yours.used, common.used) == (0, 0, 10)
+    pool.release(block)
+    pool.release(block)
+    assert (mine.used, yours.used, common.used, pool.num_cached) == (0, 0, 0, 1)
+    yours.limit = 9
+    with pytest.raises(OverQuota):
+        pool.share(block, common)
+    assert (pool.num_cached, yours.used) == (1, 0)
+
+
+def test_a_block_that_begins_like_the_wanted_one_is_found() -> None:
+    index = PrefixIndex()
+    for block, ids in ((1, [5, 6, 7, 8]), (2, [5, 6, 9, 9]), (3, [1, 1, 1, 1])):
+        key = encode_key(ids, {})
+        index.add(block, BlockName("s", child_digest(b"r", key), b"r", key, 0))
+    assert index.find_partly(("s",), b"r", [5, 6, 9], SIZE) == (2, 3)
+    assert index.find_partly(("s",), b"r", [5, 6, 7, 8], SIZE) == (1, 4)
+    assert index.find_partly(("s",), b"r", [2, 6], SIZE) is None
+    assert index.find_partly(("t",), b"r", [5, 6], SIZE) is None
+    assert index.find_partly(("s",), b"q", [5, 6], SIZE) is None
+
+
+def test_what_a_block_held_keeps_its_name_when_it_moves_and_loses_it_when_it_is_swapped_out() -> None:
+    pool = BlockPool()
+    pool.grow(9)
+    spare = pool.allocate()
+    block, digest = named(pool, b"r", 1)
+    pool.release(spare)
+    pool.move(block, spare)
+    assert pool.index.find(("s",), digest) == spare
+    assert pool.check() == []
+    pool.swap_out(spare, -1)
+    assert pool.index.find(("s",), digest) is None
+    assert pool.check() == []
+
+
+def test_cached_blocks_at_the_end_go_when_the_pool_shrinks() -> None:
+    pool = BlockPool()
+    pool.grow(4)
+    blocks = [named(pool, bytes([i]), i) for i in range(3)]
+    for block, _ in blocks[1:]:
+        pool.release(block)
+    assert pool.shrink() == 2
+    assert [pool.index.find(("s",), digest) for _, digest in blocks] == [1, None, None]
+    assert pool.check() == []
