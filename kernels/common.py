@@ -52,21 +52,27 @@ def quantized(x, DTYPE: tl.constexpr, QUANTIZED_MAX: tl.constexpr, LEAST_AMAX: t
     x = x.to(tl.float32)
     scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST_AMAX) / QUANTIZED_MAX  # [T]
     x = x * (1.0 / scales)[:, None]
-    if tl.int8 == DTYPE:
+    is_int8: tl.constexpr = DTYPE.is_int8()
+    if is_int8:
         x = tl.floor(x + 0.5)
-    elif DOT_IN_FLOAT32:
-        x = rounded_to_e4m3(x)
-    return tl.clamp(x, -QUANTIZED_MAX, QUANTIZED_MAX).to(DTYPE), scales
+    x = tl.clamp(x, -QUANTIZED_MAX, QUANTIZED_MAX)
+    if DOT_IN_FLOAT32 and not is_int8:
+        x = e4m3_code(x).to(DTYPE, bitcast=True)
+    else:
+        x = x.to(DTYPE)
+    return x, scales
 
 
 @triton.jit
-def rounded_to_e4m3(x):
-    """The nearest float8_e4m3fn, as a float32: the interpreter's own cast loses carries into the exponent."""
-    bits = x.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    magic = 12288.0  # 1.5 * 2**23 * 2**-10: adding it leaves multiples of 2**-9
-    subnormal = (x + magic) - magic
-    return tl.where(tl.abs(x) < 0.015625, subnormal, normal.to(tl.float32, bitcast=True))
+def e4m3_code(x):
+    """The bits of the nearest float8_e4m3fn: the interpreter's own cast loses carries, subnormals and signs."""
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (127 - 7) * 8
+    magic = 24576.0  # 1.5 * 2**14, next to which floats are 2**-9 apart
+    subnormal = (((magnitude + magic) - magic) * 512.0).to(tl.int32)
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, code + 128, code).to(tl.uint8)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Whole-block copies inside arenas, and the dense view of a batch's pages; one launch each."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -106,11 +107,12 @@ def tile_arguments(arena: Tensor, reach: int) -> dict[str, object]:
 
 def plan_copy_blocks(arenas: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor) -> Launch:
     """The launch that copies block src_ids[i] to block dst_ids[i] in each of the arenas."""
-    sizes = [arena[0].numel() * arena.element_size() for arena in arenas]
-    addresses = [arena.data_ptr() for arena in arenas]
+    sizes = tuple(arena[0].numel() * arena.element_size() for arena in arenas)
+    addresses = tuple(arena.data_ptr() for arena in arenas)
+    arenas_row, block_words_row = _directory(addresses, sizes, src_ids.device)
     arguments = {
-        "arenas_ptr": torch.tensor(addresses, device=src_ids.device),
-        "block_words_ptr": torch.tensor([size // WORD_BYTES for size in sizes], device=src_ids.device),
+        "arenas_ptr": arenas_row,
+        "block_words_ptr": block_words_row,
         "src_ids_ptr": src_ids,
         "dst_ids_ptr": dst_ids,
         "num_arenas": len(arenas),
@@ -119,6 +121,13 @@ def plan_copy_blocks(arenas: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor)
     }
     tiles = triton.cdiv(max(sizes, default=0) // WORD_BYTES, TILE_WORDS)
     return Launch(copy_blocks_kernel, (src_ids.shape[0] * len(arenas), tiles), arguments)
+
+
+@lru_cache(maxsize=64)
+def _directory(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses and words per block [2, arenas] on the device: a group's arenas change only when it grows."""
+    with torch.inference_mode(False):
+        return torch.tensor([addresses, [size // WORD_BYTES for size in sizes]], dtype=torch.int64, device=device)
 
 
 def plan_gather(

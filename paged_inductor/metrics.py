@@ -47,6 +47,7 @@ COUNTERS = (
     ("arena_growths", "arena_growths", "How often arenas grew."),
     ("steps", "steps", "Uses of the arenas: compiled steps and eager operations."),
     ("dense_fallbacks", "dense_fallbacks", "Steps that ran on dense copies."),
+    ("graph_recordings", "graph_recordings", "How often a step was recorded as a CUDA graph."),
 )
 
 

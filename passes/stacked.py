@@ -95,14 +95,14 @@ class _Unstacker:
         self._gm = gm
         self._graph = gm.graph
         self._stacks = stacks
+        self._writers = Writers(gm.graph)
         self._parts: dict[Node, _Parts] = {}
 
     def run(self) -> Unstacked | None:
         placeholders = self._graph.find_nodes(op="placeholder")
         inputs = self._stacked_inputs(placeholders)
         made = [node for node in self._graph.nodes if _is_made(node)]
-        outputs = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
-        if Writers(self._graph).of([*inputs, *made, *(part for node in made for part in node.all_input_nodes)]):
+        if self._writers.of([*inputs, *made, *(part for node in made for part in node.all_input_nodes)]):
             return None
         for node, lead in inputs.items():
             self._parts[node] = self._split_input(node, lead)
@@ -111,6 +111,7 @@ class _Unstacker:
             self._parts[root] = _Parts(lead, self._picks(root, lead))
         for node in list(self._graph.nodes):
             self._follow(node)
+        outputs = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
         kept = [(i, self._parts[node]) for i, node in enumerate(outputs) if node in self._parts]
         if not inputs and not kept:
             return None
@@ -201,9 +202,9 @@ class _Unstacker:
         return nodes
 
     def _joined_before(self, node: Node, parts: list[Node], dim: int) -> Node:
-        """The concatenation of `parts`: that of a layer, if it has joined them for its attention."""
+        """The concatenation of `parts`: that of a layer, if it has joined them for its attention and left them so."""
         for user in parts[0].users:
-            if (same := joined(user)) and same[0] == parts and same[1] == dim:
+            if (same := joined(user)) and same == (parts, dim) and not self._writers.of([user]):
                 return user
         with self._graph.inserting_before(node):
             result = self._graph.call_function(torch.cat, (parts, dim))

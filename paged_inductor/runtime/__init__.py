@@ -4,7 +4,8 @@
 <- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
 there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
 copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `lending` (rows of equal tokens, and
-`prefixes`, which names and finds their blocks).
+`prefixes`, which names and finds their blocks). Beside them: `census`, `counters` and `latency` (what `stats()` says),
+`sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
 from .budget import Preempted

@@ -79,12 +79,13 @@ class Holding:
 class Pin:
     """Why a view's blocks must stay where they are. maker: the thread that made it for a step. steps: the threads whose
     steps use it now; none if its step is to begin. sources: blocks to be copied before. since: when it was made, by
-    `time.monotonic`."""
+    `time.monotonic`. kept: what a static view saw before, if that is to be copied: nobody else may own it any more."""
 
     maker: int
     steps: list[int] = field(default_factory=list)
     sources: frozenset[int] = frozenset()
     since: float = field(default_factory=time.monotonic)
+    kept: View | None = None
 
 
 _serials = count()

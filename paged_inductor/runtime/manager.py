@@ -174,11 +174,14 @@ class Manager:
         with self.locked():
             rows, lengths = self._budget.allocating(group, view.rows, needed, attempt, view.tenant.priority)
             schedule = self._take_schedule(view)
+            before = self._derive(view, view.rows, view.lengths, view.length) if copies else None
             group.relength(view, rows, lengths)
             if schedule is not None:
                 schedule.advance(count, changes)
                 view.schedule = schedule
             self._pin(view, copies)
+            if before is not None:
+                group.pins[view.serial].kept = before
         return copies
 
     def truncate(self, view: View, extent: int) -> None:
@@ -266,10 +269,13 @@ class Manager:
     def derive(self, view: View, rows: Sequence[Row], lengths: Sequence[int], length: int) -> View:
         """A view of tokens that `view` (which the caller keeps alive) sees: a fork, crop, selection or merge."""
         with self.locked():
-            for row, seen in zip(rows, lengths):
-                register(row, seen)
-            tenant = self.tenants.entered() or view.tenant
-            return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
+            return self._derive(view, rows, lengths, length)
+
+    def _derive(self, view: View, rows: Sequence[Row], lengths: Sequence[int], length: int) -> View:
+        for row, seen in zip(rows, lengths):
+            register(row, seen)
+        tenant = self.tenants.entered() or view.tenant
+        return View(view.group, tuple(rows), tuple(lengths), view.label, length, tenant, view.static)
 
     def allocate(self, group: CacheGroup, count: int, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, which allocates `count` blocks. The caller holds `locked`."""
@@ -345,7 +351,7 @@ class Manager:
                         view.group.unpin(view)
                     raise
             if self._sanitizing:
-                self._check(views)
+                self._check(views, beginning=True)
             now = next(self._clock)
             for view in views:
                 group = view.group
@@ -426,11 +432,15 @@ class Manager:
                         group.sanitize(on)
 
     @staticmethod
-    def _check(views: Iterable[View]) -> None:
-        """Have the sanitizer prove that what a step reads is alive. Raises `SanitizerError`."""
+    def _check(views: Iterable[View], beginning: bool = False) -> None:
+        """Have the sanitizer prove that what a step reads is alive; `beginning`: and what it will copy. Raises
+        `SanitizerError`."""
         for view in views:
-            if view.group.sanitizer is not None:
-                view.group.sanitizer.check(view)
+            sanitizer = view.group.sanitizer
+            if sanitizer is not None:
+                sanitizer.check(view)
+                if beginning:
+                    sanitizer.check_sources(view)
 
     # -- books -----------------------------------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ class Sanitizer:
 
     def freed(self, block: int) -> None:
         """A block has lost its last owner."""
+        if sys.is_finalizing():  # nobody reads any more, and torch cannot write
+            return
         self._generations[block] += 1
         self._freed[block] = stack()
         self.poison((block,))
@@ -129,6 +131,10 @@ class Sanitizer:
                 if block > 0 and (stamp != now or not self._group.pool.refcount(block)):
                     raise self._stale(view, i, j, block, stamp, now)
             self._check_schedule(view, i, blocks)
+        self._check_zero_page(view)
+
+    def check_sources(self, view: View) -> None:
+        """Prove that the blocks that are to be copied for a view have owners. Raises `SanitizerError`."""
         pin = self._group.pins.get(view.serial)
         for block in pin.sources if pin is not None else ():
             if block > 0 and not self._group.pool.refcount(block):
@@ -136,7 +142,6 @@ class Sanitizer:
                     f"block {block}, which is to be copied for {_name(view)}, is free: it was freed at\n"
                     f"{shown(self._freed.get(block))}"
                 )
-        self._check_zero_page(view)
 
     def _check_schedule(self, view: View, i: int, blocks: list[int]) -> None:
         schedule = view.schedule

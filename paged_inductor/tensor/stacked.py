@@ -98,22 +98,25 @@ def _axis(stack: PagedStack, dim: int, extra: int = 0) -> int:
     return dim % (stack.dim() + extra) - len(stack.lead)
 
 
+def _every(func: Any, stack: PagedStack, *args: Any, **kwargs: Any) -> Any:
+    """Carried out on every handle."""
+    return _stacked([func(handle, *args, **kwargs) for handle in stack.handles], stack.lead)
+
+
 @_meaning(aten.alias.default, aten.detach.default, aten.lift_fresh.default, aten.clone.default, aten.zero_.default)
 def _each(func: Any, stack: PagedStack, *args: Any, **kwargs: Any) -> Any:
-    """Carried out on every handle."""
     if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
         return _fallback(func, stack, *args, **kwargs)
-    results = [func(handle, *args, **kwargs) for handle in stack.handles]
-    return stack if func is aten.zero_.default else _stacked(results, stack.lead)
+    result = _every(func, stack, *args, **kwargs)
+    return stack if func is aten.zero_.default else result
 
 
 @_meaning(aten.select.int, aten.slice.Tensor, aten.narrow.default)
 def _along(func: Any, stack: PagedStack, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
     axis = _axis(stack, dim)
     if axis < 0:
-        places = _places(stack.lead)
-        return _picked(stack, func(places, dim % stack.dim(), *args, **kwargs))
-    return _stacked([func(handle, axis, *args, **kwargs) for handle in stack.handles], stack.lead)
+        return _picked(stack, func(_places(stack.lead), dim % stack.dim(), *args, **kwargs))
+    return _every(func, stack, axis, *args, **kwargs)
 
 
 @_meaning(aten.index_select.default)
@@ -143,7 +146,51 @@ def _transpose(func: Any, stack: PagedStack, dim0: int, dim1: int) -> Any:
         return _picked(stack, func(_places(stack.lead), dim0 % stack.dim(), dim1 % stack.dim()))
     if min(axes) < 0:
         return _fallback(func, stack, dim0, dim1)
-    return _stacked([func(handle, *axes) for handle in stack.handles], stack.lead)
+    return _every(func, stack, *axes)
+
+
+@_meaning(aten.permute.default)
+def _permute(func: Any, stack: PagedStack, dims: Sequence[int]) -> Any:
+    lead = len(stack.lead)
+    order = [dim % stack.dim() for dim in dims]
+    if sorted(order[:lead]) != list(range(lead)):
+        return _fallback(func, stack, dims)
+    own = [dim - lead for dim in order[lead:]]
+    return _picked(_every(func, stack, own), func(_places(stack.lead), order[:lead]))
+
+
+@_meaning(aten.unsqueeze.default)
+def _unsqueeze(func: Any, stack: PagedStack, dim: int) -> Any:
+    axis = _axis(stack, dim, extra=1)
+    lead = len(stack.lead)
+    return _every(func, stack, axis) if axis >= 0 else _picked(stack, func(_places(stack.lead), axis + lead))
+
+
+@_meaning(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(func: Any, stack: PagedStack, dims: int | Sequence[int] | None = None) -> Any:
+    lead, given = len(stack.lead), range(stack.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    chosen = [dim % stack.dim() for dim in given]
+    own = _every(aten.squeeze.dims, stack, [dim - lead for dim in chosen if dim >= lead])
+    return _picked(own, aten.squeeze.dims(_places(stack.lead), [dim for dim in chosen if dim < lead]))
+
+
+@_meaning(aten.expand.default)
+def _expand(func: Any, stack: PagedStack, size: Sequence[int], **kwargs: Any) -> Any:
+    rank = stack.handles[0].dim()
+    return _picked(_every(func, stack, size[-rank:]), func(_places(stack.lead), size[:-rank]))
+
+
+@_meaning(aten.view.default, aten._unsafe_view.default)
+def _view(func: Any, stack: PagedStack, size: Sequence[int]) -> Any:
+    """Other leading dimensions for the same handles, or handles of another shape."""
+    first, lead = stack.handles[0], len(stack.lead)
+    shape = torch.empty(stack.shape, device="meta").view(size).shape
+    rest = shape[: len(shape) - first.dim()]
+    if shape[len(rest) :] == first.shape and prod(rest) == len(stack.handles):
+        return _picked(stack, _places(stack.lead).view(rest))
+    if shape[:lead] == stack.lead and first.is_contiguous():
+        return _every(func, stack, shape[lead:])
+    return _fallback(func, stack, size)
 
 
 @_meaning(aten.index.Tensor)
@@ -151,7 +198,7 @@ def _index(func: Any, stack: PagedStack, indices: list[Tensor | None]) -> Any:
     lead = len(stack.lead)
     if any(item is not None for item in indices[:lead]):
         return _fallback(func, stack, indices)
-    return _stacked([func(handle, indices[lead:]) for handle in stack.handles], stack.lead)
+    return _every(func, stack, indices[lead:])
 
 
 @_meaning(aten.cat.default)

@@ -6,6 +6,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -94,6 +95,14 @@ def test_the_exposition_says_what_stats_say(held: object) -> None:
         v for (name, labels), v in found.items() if name == "step_seconds_bucket" and ("tenant", "books-b") in labels
     ]
     assert buckets == sorted(buckets) and len(buckets) == 22
+
+
+def test_every_figure_is_exported() -> None:
+    shown = {field for _, field, _ in (*GAUGES, *COUNTERS)}
+    states = {"blocks_used", "blocks_free", "cached_blocks", "swapped_blocks", "bytes_budget"}
+    labelled = {"materializations", "tenants", "latencies"}
+    sums = {"blocks_total"}  # of the states
+    assert shown | states | labelled | sums == {field.name for field in fields(Stats)}
 
 
 def test_served_and_closed(held: object) -> None:

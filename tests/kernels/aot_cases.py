@@ -145,16 +145,17 @@ def case_launches(case: Case, problem: AttentionProblem, config: LaunchConfig, l
     return decode.plan(problem, out, config, num_splits, torch.empty)
 
 
-def page_launches() -> Iterator[tuple[str, Launch]]:
+def page_launches(target: str) -> Iterator[tuple[str, Launch]]:
     """Launches of the writes and copies."""
     arena = torch.zeros(8, KV_HEADS, 16, 128, dtype=torch.bfloat16)
     table, lens = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for num_new in (1, 40):
         new = torch.zeros(2, KV_HEADS, num_new, 128, dtype=torch.bfloat16)
         yield f"d128_{num_new} | cache_write | ", write.plan(arena, arena, new, new, table, lens)
-        codes, scales = arena.to(INT8), torch.zeros(8, KV_HEADS, 16)
-        launch = write.plan(codes, codes, new, new, table, lens, scales, scales)
-        yield f"d128_{num_new}_int8 | cache_write | ", launch
+        for stored in (INT8, FP8)[: 1 if target == "sm_80" else 2]:
+            codes, scales = arena.to(stored), torch.zeros(8, KV_HEADS, 16)
+            launch = write.plan(codes, codes, new, new, table, lens, scales, scales)
+            yield f"d128_{num_new}_{'int8' if stored == INT8 else 'fp8'} | cache_write | ", launch
     ids = torch.zeros(3, dtype=torch.int64)
     yield "d128 | copy_blocks | ", copy.plan_copy_blocks([arena, arena], ids, ids)
     yield "d128 | gather | ", copy.plan_gather(arena, table, lens, 40, new)
@@ -164,7 +165,7 @@ def resources(target: str, option: str) -> dict[str, dict[str, object]]:
     """What each launch takes on a target, by case, kernel and configuration."""
     limits = aot.TARGETS[target][1]
     found: dict[str, dict[str, object]] = {}
-    for name, launch in [*attention_launches(target, option), *page_launches()]:
+    for name, launch in [*attention_launches(target, option), *page_launches(target)]:
         taken = aot.compile_launch(launch, target)
         found[name] = asdict(taken) | {"resident_blocks": taken.resident_blocks(limits)}
     return found

@@ -77,6 +77,19 @@ def stored_pairs(batch: PagedBatch) -> tuple[tuple[Tensor, Tensor | None], tuple
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
+def test_codes_of_all_magnitudes_are_those_of_torch(dtype: torch.dtype) -> None:
+    """From the largest down to what becomes a signed zero, and ties between two codes."""
+    batch = build([8], dim=256, stored=dtype)
+    signs = torch.tensor([1.0, -1.0]).repeat(128)
+    new = (signs * 448.0 * 2.0 ** -torch.linspace(0, 24, 256)).expand(1, 2, 8, 256).clone()
+    new[:, :, 1:] = torch.arange(256) * signs / 2.0
+    twin = batch.k_arena.clone()
+    reference.cache_write(twin, new, batch.block_table, batch.seq_lens, scales=batch.k_scales.clone())
+    kernels.cache_write(batch.k_arena, new, batch.block_table, batch.seq_lens, scales=batch.k_scales)
+    assert torch.equal(bits(batch.k_arena), bits(twin))
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-38, 1e-3, 1.0, 6e4])
 def test_a_quantised_token_comes_back_within_its_rounding(magnitude: float, dtype: torch.dtype) -> None:
     batch = build([24], dim=64, stored=dtype)

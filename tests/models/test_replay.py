@@ -28,7 +28,7 @@ from .zoo import Decoder, Form, generate
 
 MODE = {"inner": "eager", "mode": "reduce-overhead"}
 SMALL = Form(heads_q=2, heads_kv=1, mask="none_or_is_causal")
-READS = ("_local_scalar_dense", "nonzero", "_to_copy", "item", "unique")
+READS = ("_local_scalar_dense", "nonzero", "item", "unique")
 
 
 class Twins:
@@ -239,3 +239,49 @@ def test_threads_have_lengths_of_their_own(calls: list[tuple[Any, ...]], monkeyp
     (mine,), (other,) = replay._buffers().values(), elsewhere.values()
     assert mine.data_ptr() != other.data_ptr()
     assert int(mine) == 9  # tokens before the last step
+
+
+def cropped_by_top_left(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """A causal mask that does not move with the cache: only the first key is seen."""
+    k, v = (x * 0.5, x * 2) if past is None else (torch.cat([past[0], x * 0.5], 2), torch.cat([past[1], x * 2], 2))
+    return torch.nn.functional.scaled_dot_product_attention(x, k, v, is_causal=True), (k, v)
+
+
+def rounded_position(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """The length plus a tensor that would round it."""
+    seen = 0 if past is None else past[0].shape[2]
+    y = x + (torch.zeros(1, dtype=torch.bfloat16) + seen * 7).to(x.dtype) * 1e-3
+    k, v = (y, y * 2) if past is None else (torch.cat([past[0], y], 2), torch.cat([past[1], y * 2], 2))
+    return torch.nn.functional.scaled_dot_product_attention(y, k, v), (k, v)
+
+
+def length_in_many_ways(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """Sums, differences, products and quotients of tensors and the length, which can all be had from a tensor."""
+    seen = 0 if past is None else past[0].shape[2]
+    position = torch.arange(seen, seen + x.shape[2], dtype=torch.int32) * 2
+    slow = torch.sub(seen // 3, position.to(torch.int64).view(-1, 1)) + (seen + 5) * 3
+    y = x + (slow * 1e-3).cos() + (x[..., :1] * (seen - 1)).sin()
+    k, v = (y, y * 2) if past is None else (torch.cat([past[0], y], 2), torch.cat([past[1], y * 2], 2))
+    return torch.nn.functional.scaled_dot_product_attention(y, k, v), (k, v)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (cropped_by_top_left, "the causal bound of .* does not move"),
+        (rounded_position, "needs the cache's length on the host"),
+        (length_in_many_ways, ""),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_uses_of_the_length(function: Callable[..., Any], why: str, calls: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(6)
+    step = torch.compile(function, backend="paged_inductor", options=MODE)
+    past, own = None, None
+    for i in range(6):
+        x = torch.randn(1, 2, 1 if i else 6, 16)
+        with torch.no_grad(), pytest.warns(match=why) if why and i == 2 else contextlib.nullcontext():
+            out, past = step(x, past)
+        expected, own = function(x, own)
+        torch.testing.assert_close(out, expected)
+    assert len(calls) == (0 if why else 4)

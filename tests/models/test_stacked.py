@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paged_inductor
-from paged_inductor import configure
+from paged_inductor import PagedTensor, configure
 from paged_inductor._config import reset_config
 from paged_inductor.tensor import PagedStack
 
@@ -221,6 +221,51 @@ def test_a_stack_that_is_written_to_stays_dense_and_right() -> None:
     tokens, cache = generate(paged_inductor.page(model, inner="eager"))
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(cache, dense, rtol=1e-4, atol=1e-4)
+
+
+class PartsToo(OneTensor):
+    """It also returns parts of the stack."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        logits, joined = super().forward(tokens, None if cache is None else cache[0])
+        return logits, (joined, joined[1], joined[0, 1], joined.unbind()[1][0])
+
+
+def test_parts_of_a_stack_are_returned() -> None:
+    torch.manual_seed(2)
+    model = PartsToo()
+    expected, dense = generate(model)
+    tokens, cache = generate(paged_inductor.page(model, inner="eager"))
+    assert torch.equal(tokens, expected)
+    assert [type(tensor) for tensor in cache] == [PagedStack, PagedStack, PagedTensor, PagedTensor]
+    for ours, theirs in zip(cache, dense, strict=True):
+        torch.testing.assert_close(ours.dense(), theirs, rtol=1e-4, atol=1e-4)
+
+
+class EditedLayer(OneTensor):
+    """A layer writes into the keys that it joined for its own attention; the stack gets them as they were."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        x = self.embed(tokens)
+        new = self.qkv[0](x).view(*x.shape[:2], 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        keys, values = new[1] * 1, new[2] * 1
+        parts = torch.stack([torch.stack([keys, values])])
+        if cache is not None:
+            keys, values = torch.cat([cache[0, 0], keys], -2), torch.cat([cache[0, 1], values], -2)
+            keys[..., :1, :] = 0
+        out = F.scaled_dot_product_attention(new[0], keys, values)
+        x = x + torch.tanh(out.transpose(1, 2).reshape(x.shape))
+        return self.head(x), parts if cache is None else torch.cat([cache, parts], -2)
+
+
+def test_keys_that_a_layer_writes_to_are_not_those_of_the_stack() -> None:
+    torch.manual_seed(2)
+    model = EditedLayer()
+    expected, dense = generate(model)
+    configure(on_materialize="silent")
+    tokens, cache = generate(paged_inductor.page(model, inner="eager"))
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(cache.dense() if isinstance(cache, PagedStack) else cache, dense, rtol=1e-4, atol=1e-4)
 
 
 class ReadWhole(OneTensor):

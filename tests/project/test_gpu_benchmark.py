@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu import decode as decode_section
+from benchmarks.gpu import prefill as prefill_section
 from benchmarks.gpu.__main__ import SECTIONS, main
 from benchmarks.gpu.bench import Bench, NotMeasured
 from benchmarks.gpu.goals import verdicts
+from paged_inductor import kernels
+from paged_inductor.kernels import roofline
+from paged_inductor.kernels.roofline import GPUS
 
 
 def test_every_line_runs_and_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,3 +73,42 @@ def test_cases_stop_when_time_is_up_or_memory_short() -> None:
         "no GPU",
     ]
     assert [cell["why"] for cell in bench.section("x", run, ["small"], reserve=200)] == ["out of time"]
+
+
+class PretendGpu(Bench):
+    """Every call takes a millisecond: what is made of times can be checked without a device."""
+
+    tiny = False
+    gpu = GPUS["H200"]
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        call()
+        return 1e-3
+
+    def need(self, num_bytes: int) -> None:
+        pass
+
+
+def test_rates_are_made_of_the_models_bytes_and_operations() -> None:
+    bench = PretendGpu(torch.device("cpu"), seconds=1000)
+    bench.copy_bandwidth = 1e6
+    (cell,) = bench.section("decode", decode_section.run, decode_section.TINY[:1], reserve=0)
+    layer = roofline.Layer.plain(4, 2, 16, 4)
+    work = roofline.attention(layer, [70, 70], 1)
+    assert (cell["status"], cell["us"], cell["sdpa_over_paged"]) == ("measured", 1000.0, 1.0)
+    assert cell["gb_s"] == pytest.approx(work.bytes / 1e6, abs=1e-3)
+    assert cell["of_copy"] == pytest.approx(work.bytes * 1e3 / 1e6, rel=1e-3)
+    assert cell["of_floor"] == pytest.approx(work.bytes / 4.8e12 / 1e-3, abs=1e-4)
+    (cell,) = bench.section("prefill", prefill_section.run, prefill_section.TINY[:1], reserve=0)
+    flops = roofline.attention(layer, [20, 20], 20).flops
+    assert cell["tflop_s"] == pytest.approx(flops * 1e3 / 1e12, abs=1e-3)
+    assert cell["flash_over_paged"] == 1.0 or cell["flash_why"]
+
+
+def test_what_is_wrong_has_no_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    attention = kernels.attention
+    monkeypatch.setattr(kernels, "attention", lambda *args, **options: attention(*args, **options) * 1.01)
+    bench = PretendGpu(torch.device("cpu"), seconds=1000)
+    (cell,) = bench.section("decode", decode_section.run, decode_section.TINY[:1], reserve=0)
+    assert cell["status"] == "failed" and "us" not in cell
+    assert "wrong by 0.01 of its norm" in cell["why"]

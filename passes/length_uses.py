@@ -1,0 +1,194 @@
+"""What in a decode step depends on the cache's length, and whether it can be had without the length on the host."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt
+from torch.fx import Graph, Node
+
+from .. import ops
+from .base import GraphState
+from .tensors import expr, is_call, is_tensor, shape
+
+__all__ = ["Bound", "LengthUses", "NotHeld", "drop_masks", "find_uses", "mentions", "range_length"]
+
+_ARITHMETIC = {
+    operator.add: operator.add,
+    operator.sub: operator.sub,
+    operator.mul: operator.mul,
+    torch.add: operator.add,
+    torch.sub: operator.sub,
+    torch.mul: operator.mul,
+}
+_ARITHMETIC_METHODS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+_ON_TENSORS = (operator.add, operator.sub, operator.mul, operator.floordiv)  # mean the same there as on numbers
+_ROUNDING = (torch.float16, torch.bfloat16)  # would round a tensor that holds the length, but not the number
+
+# What masks are made of; once a mask is proven, nothing reads it.
+_MASK_FUNCTIONS = {
+    torch.arange,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.where,
+    operator.getitem,
+    *(getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "invert")),
+    *_ARITHMETIC,
+}
+_MASK_METHODS = {
+    *("unsqueeze", "expand", "view", "reshape", "to", "bool", "masked_fill", "logical_not"),
+    *_ARITHMETIC_METHODS,
+}
+
+
+class NotHeld(Exception):
+    """Why a step cannot be repeated at another length."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A causal bound: an argument (its name or position) of an attention or of its plan. plan: the step's. distance:
+    from the end of the plan's keys, at any length."""
+
+    node: Node
+    where: int | str
+    plan: Node
+    distance: int
+
+
+@dataclass
+class LengthUses:
+    """numbers made of the length; sums of a tensor and such a number, with the operation; ranges that begin at one;
+    plans of the step, whose keys end there; bounds of attention."""
+
+    numbers: set[Node] = field(default_factory=set)
+    sums: list[tuple[Node, Callable[[Any, Any], Any]]] = field(default_factory=list)
+    ranges: list[Node] = field(default_factory=list)
+    plans: list[Node] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
+
+
+def find_uses(state: GraphState, symbols: set[sympy.Basic]) -> LengthUses:
+    """All uses of the lengths that are made of `symbols`; raises `NotHeld` if there is one of no known kind."""
+    found = LengthUses()
+    added = {new.node for new in state.new_inputs}
+    for node in state.gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder":
+            if isinstance(value, SymInt) and expr(value).free_symbols & symbols:
+                found.numbers.add(node)
+            elif node not in added and is_tensor(node) and mentions(value, symbols):
+                raise NotHeld(f"the input {node.name} grows with the cache")
+        elif found.numbers & set(node.all_input_nodes):
+            _classify(node, found)
+    _check_readers(state.gm.graph, found)
+    return found
+
+
+def _classify(node: Node, found: LengthUses) -> None:
+    """Find a place for a node that takes a number made of the length. Attention and its plans are `_check_readers`'."""
+    inputs = [source for source in node.all_input_nodes if source in found.numbers]
+    if isinstance(node.meta.get("example_value"), SymInt) and node.op == "call_function":
+        found.numbers.add(node)
+        return
+    if is_call(node, (ops.plan_step,)) and inputs == [node.args[2]]:
+        found.plans.append(node)
+        return
+    if is_call(node, (ops.attention, ops.plan_window)) and inputs == [_bound_of(node)[1]]:
+        return
+    if all(map(_is_arithmetic, inputs)):
+        if is_call(node, (torch.arange,)) and isinstance(range_length(node), int):
+            found.ranges.append(node)
+            return
+        operation = _operation(node)
+        if operation is not None:
+            found.sums.append((node, operation))
+            return
+    raise NotHeld(f"{node.name} needs the cache's length on the host")
+
+
+def _check_readers(graph: Graph, found: LengthUses) -> None:
+    """Writes may read a step's plan, and attention whose bounds move with the end of its keys; masks and dense copies
+    are as long as the cache."""
+    source = {plan: plan for plan in found.plans}
+    for node in graph.nodes:
+        plans = [plan for plan in node.all_input_nodes if plan in source]
+        if not plans or is_call(node, (ops.cache_write,)):
+            continue
+        if not is_call(node, (ops.attention, ops.plan_window)):
+            raise NotHeld(f"{node.name} is as long as the cache")
+        where, bound = _bound_of(node)
+        if is_call(node, (ops.plan_window,)):
+            source[node] = source[plans[0]]
+        if bound is not None:
+            found.bounds.append(Bound(node, where, source[plans[0]], _distance(node, bound, source[plans[0]])))
+
+
+def _bound_of(node: Node) -> tuple[int | str, Any]:
+    """Where an attention, or its plan, has its causal bound, and the bound."""
+    if is_call(node, (ops.attention,)):
+        return "causal_offset", node.kwargs.get("causal_offset")
+    return 1, node.args[1]
+
+
+def _distance(node: Node, bound: object, plan: Node) -> int:
+    end = plan.args[2]
+    assert isinstance(end, Node)
+    size = bound.meta["example_value"] if isinstance(bound, Node) else bound
+    distance = sympy.expand(expr(size) - expr(end.meta["example_value"]))
+    if not distance.is_Integer:
+        raise NotHeld(f"the causal bound of {node.name} does not move with the cache's end")
+    return int(distance)
+
+
+def range_length(node: Node) -> int | None:
+    """How many numbers an arange has, if it begins at the length, and has as many at every length."""
+    if len(node.args) != 2 or node.kwargs.keys() - {"dtype", "device"} or node.kwargs.get("dtype") in _ROUNDING:
+        return None
+    start, stop = (arg.meta["example_value"] if isinstance(arg, Node) else arg for arg in node.args)
+    if not isinstance(start, SymInt) or not isinstance(stop, (int, SymInt)):
+        return None
+    count = sympy.expand(expr(stop) - expr(start))
+    return int(count) if count.is_Integer else None
+
+
+def _operation(node: Node) -> Callable[[Any, Any], Any] | None:
+    """The operation of a sum, difference or product of a tensor and a number, where a tensor of no dimensions in the
+    number's place gives the same dtype and values."""
+    if node.op == "call_method":
+        operation = _ARITHMETIC_METHODS.get(str(node.target))
+    else:
+        operation = _ARITHMETIC.get(node.target)  # type: ignore[arg-type]
+    if operation is None or len(node.args) != 2 or node.kwargs:
+        return None
+    tensors = [arg for arg in node.args if is_tensor(arg)]
+    if len(tensors) != 1 or tensors[0].meta["example_value"].dtype in _ROUNDING:
+        return None
+    return operation if len(shape(tensors[0])) or tensors[0].meta["example_value"].dtype == torch.int64 else None
+
+
+def _is_arithmetic(number: Node) -> bool:
+    """Whether a number is made of inputs by operations that tensors have, too."""
+    if number.op == "placeholder":
+        return True
+    return number.target in _ON_TENSORS and all(map(_is_arithmetic, number.all_input_nodes))
+
+
+def drop_masks(graph: Graph) -> None:
+    """Erase unread results of operations that have no effect but their result."""
+    for node in reversed(graph.nodes):
+        functions = node.op == "call_function" and node.target in _MASK_FUNCTIONS
+        methods = node.op == "call_method" and node.target in _MASK_METHODS
+        if not node.users and (functions or methods) and "out" not in node.kwargs:
+            graph.erase_node(node)
+
+
+def mentions(value: torch.Tensor, symbols: set[Any]) -> bool:
+    """Whether sizes or strides of a tensor are made of any of `symbols`."""
+    return any(expr(size).free_symbols & symbols for size in (*value.shape, *value.stride()))
