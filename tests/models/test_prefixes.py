@@ -38,7 +38,9 @@ def llama() -> transformers.PreTrainedModel:
 
 
 def gpt2() -> transformers.PreTrainedModel:
-    config = transformers.GPT2Config(**COMMON, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    """Its attention is written by hand."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    config = transformers.GPT2Config(**COMMON, **sizes, attn_implementation="eager")
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -240,6 +242,7 @@ def test_salts_and_policies_separate_tenants(decoder: tuple[Decoder, Decoder]) -
     assert manager().tenants.common.used == 2 * size
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_what_is_shared_is_not_overwritten(decoder: tuple[Decoder, Decoder]) -> None:
     """By writes into a cache, and by what is appended to a shorter one."""
     dense, paged = decoder
