@@ -7,8 +7,8 @@ exactly those up to itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from math import prod
 
 import sympy
 import torch
@@ -137,7 +137,7 @@ class _Proof:
             labels = flows.labelled(sizes, (BATCH, TOKENS)[2 - len(sizes) :])
             flows.values[node] = Flow(labels, digest("input", node.name), varies=True)
             return
-        if prod(sizes) > _SMALL:
+        if math.prod(sizes) > _SMALL:
             raise NotShared(f"the input {node.name} of shape {list(shape(node))} is not one number a token")
         self.roles[node] = "whole"
         flows.values[node] = Flow(("",) * len(sizes), digest("whole", node.name))
@@ -178,6 +178,9 @@ class _Proof:
             mask = step.tensor
         sinks = None if scores.sink is None else sink_logits(scores.sink, site.num_heads, scores.lead)
         facts = (site.num_heads, scores.scale * site.key_scale, scores.softcap, self._window(site, mask))
+        finite = any(step.kind == "show" and step.value != -math.inf for step in scores.bias)
+        if finite and self.mask is not None:
+            raise NotShared(f"a row of {site.node.name} that is hidden as a whole sees all tokens")
         return self._attended(site, product.left, product.left_order, lead, output.out_order, sinks, facts)
 
     def _attended(

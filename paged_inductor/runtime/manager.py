@@ -55,6 +55,7 @@ class Manager:
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
         self.running_steps = 0
+        self.prefixes_forgotten = 0  # how often all of them were
         self._sanitizing = False
         self.tenants = Tenants()
         self.swap = SwapSpace(self.counters)
@@ -477,6 +478,7 @@ class Manager:
                 group.pool.forget_names()
                 if not group.active and not group.resizing:
                     group.shrink()
+            self.prefixes_forgotten += 1
             self.counters.clear()
             self._budget.forget()
 
