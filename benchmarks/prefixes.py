@@ -134,19 +134,20 @@ def main() -> None:
         least = token * (options.prompt + options.users * (SUFFIX + NEW - 1))
         found, lost = lookups(held[0].past_key_values, "users", common, options.rounds)
         step_us, share = overhead(model, ids(300, 12345, vocab), 48)
+    if not same:
+        raise SystemExit("tokens differ from those of users who share nothing: no figures")
     later = statistics.median(first[1:])
     cell = {
         "users": options.users,
         "prompt": options.prompt,
         "suffix": SUFFIX,
-        "tokens_equal": same,
-        "kv_bytes_over_one_copy_and_suffixes": used / least if same else None,
-        "later_first_token_over_full_prefill": later / statistics.median(full) if same else None,
+        "kv_bytes_over_one_copy_and_suffixes": used / least,
+        "later_first_token_over_full_prefill": later / statistics.median(full),
         "full_prefill_s": statistics.median(full),
         "first_users_first_token_s": first[0],
         "later_users_first_token_s": later,
         "lookup_us_per_block": found,
-        "lookup_us_of_a_miss": lost,
+        "lookup_us_of_a_prompt_not_found": lost,
         "naming_us_per_step": step_us,
         "naming_share_of_a_step": share,
     }

@@ -109,6 +109,23 @@ def pass_time(result: dict[str, Any]) -> str:
     return table(header, rows)
 
 
+def prefixes(result: dict[str, Any]) -> str:
+    (cell,) = result["cells"]
+    figures = [
+        (
+            "KV bytes ÷ (one copy of the prompt + what is each user's own)",
+            "kv_bytes_over_one_copy_and_suffixes",
+            "≤ 1.15",
+        ),
+        ("time to first token, users 2 to 16 ÷ a full prefill", "later_first_token_over_full_prefill", "≤ 0.15"),
+        ("µs to find a block of a cached prompt", "lookup_us_per_block", "≤ 2"),
+        ("naming of new blocks ÷ a step, with no hits", "naming_share_of_a_step", "≤ 0.01"),
+    ]
+    return table(
+        ["figure", "measured", "goal"], [[text, f"**{cell[name]:.3g}**", goal] for text, name, goal in figures]
+    )
+
+
 def facts(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return (
@@ -120,7 +137,7 @@ def facts(result: dict[str, Any]) -> str:
 def main() -> None:
     results = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("decode_step", "attention_cpu", "host_step", "memory", "kinds", "pass_time")
+        for name in ("decode_step", "attention_cpu", "host_step", "memory", "kinds", "pass_time", "prefixes")
     }
     parts = {
         "machine": facts(results["decode_step"]),
@@ -132,6 +149,7 @@ def main() -> None:
         "static_caches": static_caches(results["kinds"]),
         "windows": windows(results["kinds"]),
         "pass_time": pass_time(results["pass_time"]),
+        "prefixes": prefixes(results["prefixes"]),
     }
     text = PAGE.read_text()
     for name, part in parts.items():
