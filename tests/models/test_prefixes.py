@@ -159,6 +159,10 @@ def test_other_weights_are_another_model() -> None:
         paged_inductor.reset()  # nobody notices writes through .data
         assert pair.generate(prompt)[1] == 0
         for model in (pair.dense, pair.paged):
+            model.model.layers[0].self_attn.scaling *= 3  # no weight, but another way to compute
+        pair.generate(prompt)
+        assert pair.generate(prompt)[1] == 42
+        for model in (pair.dense, pair.paged):
             with torch.no_grad():
                 model.lm_head.weight.mul_(-1)  # no key and no value depends on it
         assert pair.generate(prompt)[1] == 42
