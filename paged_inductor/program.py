@@ -109,6 +109,7 @@ class PagedProgram:
             inputs[j] = inputs[j].dense()
         runtime = manager()
         views = [step.view for step in steps]
+        root = self._sharer.begin(args, self._plans, views) if self._sharer is not None else None
         try:
             runtime.begin(views)
         except BaseException:
@@ -133,8 +134,8 @@ class PagedProgram:
             del inputs
             runtime.end(views)
         commit(steps)
-        if self._sharer is not None:
-            self._sharer.finish(args, self._plans, steps)
+        if self._sharer is not None and root is not None:
+            self._sharer.finish(args, self._plans, views, root)
         for plan, step in zip(self._plans, steps):
             if plan.static is not None and step.extent is not None:
                 plan.static.succeeded(args, step.extent - plan.count(args))

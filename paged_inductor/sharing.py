@@ -19,7 +19,6 @@ from .weights import Weights
 
 if TYPE_CHECKING:
     from .group_plan import GroupPlan
-    from .step import Step
 
 __all__ = ["Learner", "Loan", "Registration", "Sharer", "StalePrefix", "learner", "loans", "registering", "row_tokens"]
 
@@ -78,28 +77,28 @@ class Sharer:
         facts = (self.sharing.digest, weights, salt, len(self._positions), len(self._others), whole)
         return sha256(repr(facts).encode()).digest()
 
-    def finish(self, args: Sequence[Any], plans: Sequence[GroupPlan], steps: Sequence[Step]) -> None:
-        """A step succeeded: name what it stored, and share it."""
-        views = [step.view for step in steps]
-        registration = registering.get()
+    def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> bytes | None:
+        """A step is about to fill `views`: what all names of its tokens begin with; None if it will share nothing."""
         starts = not plans[0].inputs
-        if not starts and registration is None and views[0].tenant.share == "none":
-            return
-        policy = Policy.of(views[0].tenant, registration is not None)
-        count = plans[0].count(args)
-        batch = len(views[0].rows)
-        size = views[0].group.block_size
-        if not policy.shares and not (starts and batch > 1 and count >= size):
-            return
-        if any(set(view.lengths) != {view.length} for view in views):
-            return  # rows that start later, or windows
-        root = self.root(args, policy.salt)
-        if root is None:
-            return
-        old = views[0].length - count
+        lead = views[0]
         if starts and not self.sharing.starts:
+            return None
+        alone = not starts or len(lead.rows) == 1 or lead.length < lead.group.block_size
+        if alone and lead.tenant.share == "none" and registering.get() is None:
+            return None
+        if any(set(view.lengths) != {view.length} for view in views):  # rows that start later, or windows
+            return None
+        return self.root(args, lead.tenant.salt)
+
+    def finish(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View], root: bytes) -> None:
+        """The step succeeded: name what it stored, and share it. root: from `begin`."""
+        registration = registering.get()
+        policy = Policy.of(views[0].tenant, registration is not None)
+        if self.root(args, views[0].tenant.salt) != root:  # the weights were written to meanwhile
             return
-        names = self._extended(args, root, views, old, starts)
+        starts = not plans[0].inputs
+        size = views[0].group.block_size
+        names = self._extended(args, root, views, views[0].length - plans[0].count(args), starts)
         if names is None:
             return
         for view in views:

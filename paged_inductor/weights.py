@@ -21,8 +21,7 @@ class Weights:
 
     def __init__(self, positions: Mapping[str, int]) -> None:
         self._items = sorted(positions.items())
-        self._seen: list[tuple[torch.Tensor, int, int]] = []
-        self._digest: bytes | None = None
+        self._known: tuple[Sequence[tuple[torch.Tensor, int, int]], bytes] | None = None
 
     def tensors(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """The weights among the arguments of a call, by position."""
@@ -31,13 +30,14 @@ class Weights:
     def digest(self, args: Sequence[Any] | Mapping[int, Any]) -> bytes | None:
         """32 bytes that are the same for the same weights, unless they were written to in between; None if nobody could
         tell. (Writes through `tensor.data` and by other libraries than torch are not noticed.)"""
-        for (_, position), (tensor, version, address) in zip(self._items, self._seen):
-            given = args[position]
-            if given is not tensor or given._version != version or given.data_ptr() != address:
-                break
-        else:
-            if self._seen or not self._items:
-                return self._digest or self._hash(())
+        if self._known is not None:
+            seen, digest = self._known
+            for (_, position), (tensor, version, address) in zip(self._items, seen):
+                given = args[position]
+                if given is not tensor or given._version != version or given.data_ptr() != address:
+                    break
+            else:
+                return digest
         tensors = [args[position] for _, position in self._items]
         if any(tensor.is_inference() for tensor in tensors):
             return None
@@ -49,5 +49,5 @@ class Weights:
             for (name, _), (tensor, version, address) in zip(self._items, seen)
         ]
         found = sha256(repr(facts).encode()).digest()
-        self._seen, self._digest = list(seen), found
+        self._known = seen, found
         return found

@@ -273,8 +273,8 @@ class NewInput:
 
     kind: "table", "lens", then if it is static "extent" (the positions up to the last one that this step writes),
     "written_lens" and "written" (of all that were written), then if it has attention with one query "num_chunks" and
-    "row_chunks" on the CPU, and where kernels serve "shared_prefix" (unless it is static), then one "arena" per site, in
-    the order of `site`.
+    "row_chunks" on the CPU, and where kernels serve "shared_prefix" (unless it is static), then one "arena" per site,
+    in the order of `site`.
     """
 
     kind: str

@@ -286,17 +286,19 @@ def _t(flows: Flows, node: Node, x: Node) -> Flow:
     return _kept(flow, flow.labels[::-1])
 
 
-@handles("expand", "expand_as", "broadcast_to", "repeat_interleave")
+@handles("expand", "expand_as", "broadcast_to")
 def _expand(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
     flow = flows.of(x)
-    before, after = flows.sizes(x), flows.sizes(node)
-    labels = [""] * (len(after) - len(before)) + list(flow.labels)
-    if node.target == "repeat_interleave" or getattr(node.target, "__name__", "") == "repeat_interleave":
-        changed = [i for i, (old, new) in enumerate(zip(before, after)) if old != new]
-        if len(before) != len(after) or any(flow.labels[i] for i in changed):
-            raise NotShared(f"{node.name} repeats tokens")
-        return flows.made(node, "repeat_interleave", [flows.resolved(flow)], labels, [i - len(after) for i in changed])
-    return _kept(flow, flows.labelled(after, labels))
+    after = flows.sizes(node)
+    return _kept(flow, flows.labelled(after, [""] * (len(after) - len(flow.labels)) + list(flow.labels)))
+
+
+@handles("repeat_interleave")
+def _repeat(flows: Flows, node: Node, x: Node, repeats: Any, dim: int | None = None, **kwargs: Any) -> Flow:
+    flow = flows.resolved(flows.of(x))
+    if is_tensor(repeats) or dim is None or flow.labels[dim]:
+        raise NotShared(f"{node.name} repeats tokens")
+    return flows.made(node, "repeat_interleave", [flow], flow.labels, _dim(dim, len(flow.labels)) - len(flow.labels))
 
 
 @handles("getitem")

@@ -7,6 +7,7 @@ exactly those up to itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import sympy
@@ -16,9 +17,12 @@ from torch.fx import Node
 from . import flow_ops  # noqa: F401  (it registers its handlers)
 from .attention import equal_lengths
 from .base import AttentionSite, CacheSite, GraphState, Pass, Sharing
+from .by_hand import sink_logits
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
+from .hand_written import HandWritten
 from .known import known_tensors
 from .mask_effects import Writers
+from .mask_values import HUGE
 from .masks import MaskSpec, prove_mask
 from .tensors import expr, shape
 
@@ -81,9 +85,10 @@ class _Proof:
 
     def _sharing(self, how: bytes) -> Sharing:
         visited = self._visited()
-        writer = Writers(self.state.gm.graph).of(visited)
-        if writer is not None:
-            raise NotShared(f"{writer.name} writes in place to what K and V come from")
+        attentions = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
+        for writer in Writers(self.state.gm.graph).all_of(visited):
+            if writer not in attentions:
+                raise NotShared(f"{writer.name} writes in place to what K and V come from")
         role = {node: self.roles[node] for node in self.state.placeholders if node in visited and node in self.roles}
         aligned = [node for node, kind in role.items() if kind == "aligned"]
         ids = [node for node in aligned if len(shape(node)) == 2 and "pos" not in node.name]
@@ -147,27 +152,67 @@ class _Proof:
         return flow
 
     def _attention(self, site: AttentionSite) -> Flow:
-        flows = self.flows
-        if site.by_hand is not None or site.lowered is not None:
-            raise NotShared(f"the attention {site.node.name} is written by hand")
+        if site.lowered is not None:
+            raise NotShared(f"the attention {site.node.name} is flex_attention")
         if not site.paged or site.key is None or site.value is None:
             raise NotShared(f"the attention {site.node.name} reads something else than the caches")
-        labels = (BATCH, "", TOKENS, "")
-        query = flows.resolved(flows.of(site.query))
-        if query.labels != flows.labelled(flows.sizes(site.query), labels):
-            raise NotShared(f"the queries {site.query.name} are not one vector a token")
-        operands = [query, self._stored(site.key), self._stored(site.value)]
-        sources = [site.query, _new(site.key), _new(site.value)]
-        flows.operands[site.result] = sources
-        dim = shape(site.query)[3]
-        scale = site.scale if site.scale is not None else float(flows.size(dim)) ** -0.5
-        return flows.made(site.result, "attention", operands, labels, scale, self._window(site))
+        if site.by_hand is not None and self.creates:
+            return self._by_hand(site, site.by_hand)
+        lead, order = (BATCH, ""), range(4)
+        scale = site.scale if site.scale is not None else float(self.flows.size(shape(site.query)[3])) ** -0.5
+        facts = (int(self.flows.size(shape(site.query)[1])), scale, site.softcap, self._window(site, site.mask_node))
+        return self._attended(site, site.query, order, lead, order, site.sinks, facts)
 
-    def _window(self, site: AttentionSite) -> int | None:
+    def _by_hand(self, site: AttentionSite, found: HandWritten) -> Flow:
+        """An attention over the new tokens only, which stays as it was written."""
+        scores, product, output = found.scores, found.scores.product, found.output
+        lead = {2: (BATCH, ""), 3: (BATCH, "", "")}.get(product.lead)
+        if lead is None or output.lead != product.lead or scores.query_factors:
+            raise NotShared(f"the queries of {site.node.name} are not understood")
+        mask: Node | None = None
+        if scores.bias:
+            (step, *more) = scores.bias
+            shows = step.kind == "show" and step.value <= HUGE
+            if more or step.tensor is None or step.lead != 2 or not (shows or step.kind == "add"):
+                raise NotShared(f"what is added to the scores of {site.node.name} is not one mask")
+            mask = step.tensor
+        sinks = None if scores.sink is None else sink_logits(scores.sink, site.num_heads, scores.lead)
+        facts = (site.num_heads, scores.scale * site.key_scale, scores.softcap, self._window(site, mask))
+        return self._attended(site, product.left, product.left_order, lead, output.out_order, sinks, facts)
+
+    def _attended(
+        self,
+        site: AttentionSite,
+        query: Node,
+        query_order: Sequence[int],
+        lead: tuple[str, ...],
+        order: Sequence[int],
+        sinks: Node | None,
+        facts: tuple[object, ...],
+    ) -> Flow:
+        """The flow of an attention's result. query_order, order: which of its own dimensions are [*lead, tokens, head
+        dim] of the query, and which of these each of the result's own is. facts: heads, scale, softcap, window."""
+        assert site.key is not None and site.value is not None
+        flows = self.flows
+        labels = (*lead, TOKENS, "")
+        flow, sizes = flows.resolved(flows.of(query)), flows.sizes(query)
+        wanted = flows.labelled([sizes[dim] for dim in query_order], labels)
+        if tuple(flow.labels[dim] for dim in query_order) != wanted:
+            raise NotShared(f"the queries {query.name} are not one vector a token")
+        operands = [flow, self._stored(site.key), self._stored(site.value)]
+        flows.operands[site.node] = [query, _new(site.key), _new(site.value)]
+        if sinks is not None:
+            operands.append(flows.resolved(flows.of(sinks)))
+            flows.operands[site.node].append(sinks)
+        value = site.node.meta["example_value"]
+        how = digest("attention", value.dtype, int(site.value.size("D")), *facts, *(each.digest for each in operands))
+        return Flow(flows.labelled(flows.sizes(site.node), [labels[dim] for dim in order]), how, True)
+
+    def _window(self, site: AttentionSite, mask: Node | None) -> int | None:
         """How many tokens a query sees, itself included, if not all up to itself; raises unless it sees exactly these,
         but for those that an input hides from all."""
         queries, keys = site.num_queries, site.kv_len
-        spec = site.mask or self._proven(site, queries, keys)
+        spec = site.mask or self._proven(mask, site.is_causal, queries, keys)
         one = self.flows.size(queries) == 1
         exact = spec.causal_offset is not None and self._is_past(spec.causal_offset, queries, keys)
         if not exact and not (one and spec.causal_offset is None):
@@ -186,11 +231,13 @@ class _Proof:
         before = self.flows.expr(keys) - self.flows.expr(queries)
         return sympy.expand(offset.xreplace(dict(self.flows.equal)) - before) == 0
 
-    def _proven(self, site: AttentionSite, queries: int | torch.SymInt, keys: int | torch.SymInt) -> MaskSpec:
-        key = (site.mask_node, site.is_causal, expr(queries), expr(keys))
+    def _proven(
+        self, mask: Node | None, is_causal: bool, queries: int | torch.SymInt, keys: int | torch.SymInt
+    ) -> MaskSpec:
+        key = (mask, is_causal, expr(queries), expr(keys))
         if key not in self.specs:
             facts = (self.flows.equal, known_tensors(self.state))
-            self.specs[key] = prove_mask(site.mask_node, site.is_causal, queries, keys, *facts)
+            self.specs[key] = prove_mask(mask, is_causal, queries, keys, *facts)
         return self.specs[key]
 
 

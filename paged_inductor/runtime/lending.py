@@ -54,7 +54,7 @@ class Policy:
             return cls((SYSTEM, mine), mine, tenant.salt, priority)
         if tenant.share == "global":
             return cls((SYSTEM, mine, GLOBAL), GLOBAL, tenant.salt, priority)
-        return cls()
+        return cls(salt=tenant.salt)
 
     @property
     def shares(self) -> bool:
