@@ -65,6 +65,8 @@ def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[
             edges = problem.window is not None or problem.chunk is not None or problem.k_scales is not None
             space = PREFILL_MMA_EDGES if edges else PREFILL_MMA
             entries = space[min(dim for dim in space if dim >= widest)]
+        elif limits.arch == 0 and problem.k_scales is not None:
+            entries = SMALL  # ROCm converts 8-bit tiles in registers, and wider ones do not fit there
     return _configs(problem, problem.packed_rows, limits, entries)
 
 

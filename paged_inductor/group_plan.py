@@ -78,8 +78,8 @@ class GroupPlan:
     inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: the handles to
     return. batch, count: rows, and new tokens per row, of a call; equal
     and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
-    must be at every call. decodes: the graph takes the sizes of the work list, too. static: where a call writes, if the
-    caches are static; slide: if they slide.
+    must be at every call. decodes, shares: the graph takes the sizes of the work list, or of a shared prefix, too.
+    static: where a call writes, if the caches are static; slide: if they slide.
     """
 
     kind: str
@@ -92,6 +92,7 @@ class GroupPlan:
     equal: list[Callable[[Sequence[Any]], int]]
     equal_batches: list[Callable[[Sequence[Any]], int]]
     decodes: bool
+    shares: bool
     static: StaticWrites | None
     slide: Slide | None
 
@@ -179,6 +180,7 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
                 [size_reader(other, captured) for other in counts[1:] if not same_size(other, counts[0])],
                 [size_reader(batch, captured) for batch in batches[1:] if not same_size(batch, batches[0])],
                 any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
+                any(new.kind == "shared_prefix" and new.group == g for new in state.new_inputs),
                 _static_writes(group, len(cache_group.sites), gm, count) if group.kind == "static" else None,
                 Slide(size_reader(lead.base_stop, captured)) if group.kind == "slide" else None,
             )

@@ -120,7 +120,7 @@ class PagedProgram:
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
-                tables.append(step.tables(plan.decodes))
+                tables.append(step.tables(plan.decodes, plan.shares))
                 inputs += tables[-1]
                 inputs += [arenas[site] for site in plan.sites]
             if self._replay is not None:

@@ -35,13 +35,13 @@ class Step:
         """A step that makes a new view: dropping it undoes it."""
         return cls(step.view, step.copies)
 
-    def tables(self, decodes: bool) -> tuple[Any, ...]:
-        """The group's arguments of the compiled graph, but for its arenas."""
+    def tables(self, decodes: bool, shares: bool) -> tuple[Any, ...]:
+        """The group's arguments of the compiled graph, but for its arenas. decodes, shares: see `GroupPlan`."""
         schedule = manager().schedule(self.view)
         table, lens = schedule.block_table, schedule.seq_lens
         chunks = (schedule.num_chunks, schedule.row_chunks) if decodes else ()
         if self.extent is None:
-            return (table, lens, *chunks)
+            return (table, lens, *chunks, *([schedule.shared_prefix] if shares else []))
         up_to_here = lens
         if self.extent != self.view.extent:  # written before the end, as after a crop
             up_to_here = torch.full_like(lens, self.extent - min(0, *self.view.pads))

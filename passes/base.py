@@ -272,8 +272,9 @@ class NewInput:
     """A placeholder that the rewrite added for group `group`.
 
     kind: "table", "lens", then if it is static "extent" (the positions up to the last one that this step writes),
-    "written_lens" and "written" (of all that were written), then "num_chunks" and "row_chunks" if it has attention with
-    one query on the CPU, then one "arena" per site, in the order of `site`.
+    "written_lens" and "written" (of all that were written), then if it has attention with one query "num_chunks" and
+    "row_chunks" on the CPU, and where kernels serve "shared_prefix" (unless it is static), then one "arena" per site,
+    in the order of `site`.
     """
 
     kind: str

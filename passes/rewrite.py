@@ -30,13 +30,18 @@ ArenaStrides = Callable[[CacheSite], tuple[int, ...]]
 class Rewrite(Pass):
     """Replace cache concatenations and the attention on them by the paged operations.
 
-    `arena_strides(site)` gives the storage order [blocks, heads, slots, head dim] of a created site's arena.
+    `arena_strides(site)` gives the storage order [blocks, heads, slots, head dim] of a created site's arena. shares:
+    kernels may read the blocks that all rows have in common once; how many these are is a number that changes between
+    calls.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides, shares: bool = True
+    ) -> None:
         self._mode = fake_mode
         self._block_size = block_size
         self._arena_strides = arena_strides
+        self._shares = shares
         self._masks: dict[tuple[Node, Node], Node] = {}
         self._reads = StaticReads()
         self._group_of: dict[int, CacheGroupSites] = {}
@@ -84,10 +89,13 @@ class Rewrite(Pass):
         env = self._mode.shape_env
         device = lead.node.meta["example_value"].device
         batch = lead.size("B")
-        decodes = not ops.uses_kernels(device) and any(
+        one_query = any(
             attention.key in group.sites and attention.paged and hint(attention.num_queries) == 1
             for attention in state.attentions
         )
+        kernels = ops.uses_kernels(device)
+        decodes = one_query and not kernels
+        shares = one_query and kernels and self._shares and group.kind in ("append", "read")
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
         after = state.placeholders[-1]
         created: list[Node] = []
@@ -112,6 +120,9 @@ class Rewrite(Pass):
         if decodes:
             for n, kind in enumerate(("num_chunks", "row_chunks")):
                 chunks.append(add(kind, 0, fresh_size(env, f"pi_{kind}_{g}", 16 + 2 * g + n)))
+        options: dict[str, Node] = {}
+        if shares:
+            options["shared_prefix"] = add("shared_prefix", 0, fresh_size(env, f"pi_shared_prefix_{g}", 160 + g))
         for i, site in enumerate(group.sites):
             facts = state.inputs.get(site.past) if site.past is not None else None
             heads, dim = site.size("H"), site.size("D")
@@ -127,6 +138,7 @@ class Rewrite(Pass):
             kv_len = size_node(graph, lead.size("S")) if extent is None else extent
             new_tokens = size_node(graph, lead.new_tokens)
         anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
+        anchor.kwargs = {**options}
         if group.start is not None and extent is not None:
             self._reads.whole[anchor] = (table, all_lens, written, new_tokens, block_size, *chunks)
             self._starts[group.start] = expr(extent.meta["example_value"]) - expr(lead.new_tokens)

@@ -17,6 +17,6 @@ _common = {
     "print_blob": True,
     "report_multiple_bugs": False,
 }
-settings.register_profile("ci", max_examples=40, stateful_step_count=40, **_common)
+settings.register_profile("ci", max_examples=25, stateful_step_count=40, **_common)
 settings.register_profile("fuzz", max_examples=4000, stateful_step_count=60, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

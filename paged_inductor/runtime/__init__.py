@@ -3,7 +3,8 @@
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
 <- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
 there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
-copy first) <- `manager` (all groups of the process: locks, views, steps, books) <- `lending` (rows of equal tokens, and
+copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <- `manager` (steps, books)
+<- `lending` (rows of equal tokens, and
 `prefixes`, which names and finds their blocks). Beside them: `census`, `counters` and `latency` (what `stats()` says),
 `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """

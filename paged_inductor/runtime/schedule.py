@@ -10,16 +10,21 @@ import torch
 
 from .._layout import chunk_blocks, chunks_needed
 from .pool import ZERO_BLOCK
+from .sharing import PrefixSharing, SharedPrefix
 
 if TYPE_CHECKING:
     from .group import View
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "sharing"]
+
+sharing: SharedPrefix = PrefixSharing()
+"""Decides about the schedules that are made from now on."""
 
 
 class Schedule:
     """What the kernels read: `block_table` int32 [B, W] and `seq_lens` int32 [B], on the group's device, and the sizes
-    of the work list that decode makes of them (`num_chunks` for all rows, `row_chunks` for the longest).
+    of the work list that decode makes of them (`num_chunks` for all rows, `row_chunks` for the longest). The first
+    `shared_prefix` tokens are in the same blocks in all rows, and worth reading once (rows that grow keep them).
 
     `W` is a whole number of chunks, a power of two above the longest row's number of blocks, so that it changes rarely;
     entries beyond a row's blocks are the zero page. The host copies are plain arrays that the CPU tensors share memory
@@ -40,6 +45,7 @@ class Schedule:
         "num_chunks",
         "row_chunks",
         "seq_lens",
+        "shared_prefix",
     )
 
     def __init__(self, view: View) -> None:
@@ -52,6 +58,8 @@ class Schedule:
         self._layout(tables, max(map(len, tables), default=0))
         self.seq_lens = self._tensor(self._lens)
         self._count_chunks()
+        layer_bytes = 2 * group.token_bytes // len(group.sites)  # K and V
+        self.shared_prefix = sharing.tokens(tables, view.lengths, group.block_size, layer_bytes)
 
     def _count_chunks(self) -> None:
         counts = [chunks_needed(length, self._block_size) for length in self._lens]

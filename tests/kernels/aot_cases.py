@@ -119,6 +119,10 @@ def attention_launches(target: str, option: str) -> Iterator[tuple[str, Launch]]
     for case in DECODE + PREFILL:
         if case.stored == FP8 and target == "sm_80":  # refused by `checks.float8`
             continue
+        if (
+            case.stored == FP8 and case.head_dim > 256 and target == "gfx942"
+        ):  # spills: float8 is converted in registers
+            continue
         if option == "few" and case.name not in FEW:
             continue
         problem = case.problem()

@@ -1,0 +1,113 @@
+"""The ledger: all cache groups, who pays for them, and the lock that every entry is made under."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from .._errors import KVBudgetExceeded, SwapError
+from .budget import Budget, Preempted
+from .counters import Counters
+from .group import CacheGroup, SiteSpec
+from .numa import Nodes
+from .pool import OutOfBlocks
+from .swap import SwapSpace
+from .tenants import Tenants
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """What views and steps are entered in."""
+
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        """nodes: of a host that has several memory nodes."""
+        self._nodes = nodes
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
+        self.counters = Counters()
+        self.running_steps = 0
+        self.prefixes_forgotten = 0  # how often all of them were
+        self._sanitizing = False
+        self.tenants = Tenants()
+        self.swap = SwapSpace(self.counters)
+        self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
+        self._clock = count()
+
+    # -- locking ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the books; on leaving, release what views that died meanwhile held."""
+        try:
+            with self._lock, self._reconciling():
+                self._drain()
+                yield
+        finally:
+            self._collect()
+
+    @contextmanager
+    def _reconciling(self) -> Iterator[None]:
+        """Rebuild the books when anything but a lack of blocks, which leaves them balanced, interrupts the caller."""
+        try:
+            yield
+        except (OutOfBlocks, KVBudgetExceeded, SwapError, Preempted):
+            raise
+        except BaseException:
+            for group in self._groups.values():
+                group.reconcile()
+            swapped = {block for group in self._groups.values() for row in group.live_rows() for block in row.blocks}
+            self.swap.forget_unless(swapped.__contains__)
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        """Add up what every account pays for."""
+        charges = [group.pool.charges() for group in self._groups.values()]
+        for account in [*self.tenants.accounts().values(), *(account for charged in charges for account in charged)]:
+            account.used = 0
+        for charged in charges:
+            for account, size in charged.items():
+                account.used += size
+
+    def _drain(self) -> None:
+        for group in self._groups.values():
+            if group.has_dead:
+                group.drain()
+                self.swap.forget_dropped(group)
+
+    def _collect(self) -> None:
+        """Release dead views' blocks now if nobody holds the books; else the holder does it on leaving."""
+        while any(group.has_dead for group in tuple(self._groups.values())) and self._lock.acquire(blocking=False):
+            try:
+                with self._reconciling():
+                    self._drain()
+            finally:
+                self._lock.release()
+
+    # -- groups ----------------------------------------------------------------------------------------------
+
+    def group(self, sites: tuple[SiteSpec, ...], block_size: int) -> CacheGroup:
+        """The group that stores these sites; made at the first call. Caches of equal models share it."""
+        key = (sites, block_size)
+        group = self._groups.get(key)
+        if group is None:
+            with self.locked():
+                group = self._groups.get(key)
+                if group is None:
+                    group = self._groups[key] = CacheGroup(sites, block_size, self._collect, self._nodes)
+                    group.sanitize(self._sanitizing)
+        return group
+
+    @property
+    def groups(self) -> list[CacheGroup]:
+        """All groups, in the order in which they were made."""
+        return list(self._groups.values())
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that all arenas together may take; None if that is not decided yet."""
+        return self._budget.known_limit
