@@ -125,7 +125,7 @@ class Manager(Views):
         with self.locked():
             if on != self._sanitizing:
                 self._sanitizing = on
-                for group in self._groups.values():
+                for group in self.groups:
                     with self._budget.resizing(group):
                         group.sanitize(on)
 
