@@ -145,8 +145,8 @@ def test_interrupted_where_it_begins_or_ends_a_step_runs_no_more(runtime: Manage
     for call in range(1, 4):
         left = iter(range(call))
 
-        def struck(*args: Any, left: Iterator[int] = left, **kwargs: Any) -> None:
-            if next(left, None) == call - 1:
+        def struck(*args: Any, left: Iterator[int] = left, last: int = call - 1, **kwargs: Any) -> None:
+            if next(left, None) == last:
                 raise KeyboardInterrupt
             original(*args, **kwargs)
 
