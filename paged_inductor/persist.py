@@ -27,6 +27,7 @@ from .identity import fingerprint
 from .runtime import CacheGroup, Row, SiteSpec, View, manager
 from .runtime.restore import SavedView, restore
 from .runtime.tiers import memory_of
+from .saved import is_sound
 from .tensor import PagedStack, PagedTensor
 from .tensor.handle import plain
 
@@ -245,12 +246,17 @@ def _read_header(file: IO[bytes], path: Any) -> dict[str, Any]:
     size, crc = struct.unpack("<QI", prefix)
     if size > os.fstat(file.fileno()).st_size:
         raise SavedCacheError(f"{path} was cut off, or its header was changed")
-    header = json.loads(_section(file, size, crc, path))
+    try:
+        header = json.loads(_section(file, size, crc, path))
+    except ValueError as error:
+        raise SavedCacheError(f"{path} has a header that is no JSON: it is not as save() wrote it") from error
     if header["version"] != VERSION:
         raise SavedCacheError(
             f"{path} has version {header['version']} of the format, this package reads version {VERSION}: compute the "
             "cache again, or load it with the version that saved it"
         )
+    if not is_sound(header, os.fstat(file.fileno()).st_size):
+        raise SavedCacheError(f"{path} has a header that contradicts itself: it is not as save() wrote it")
     return header
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import io
+import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -234,6 +237,39 @@ def test_a_step_meanwhile_and_what_others_left_in_the_blocks_are_not_saved(tmp_p
         assert arena[:, :, view.length % 16 :].abs().max() > 0
     loaded = paged_inductor.load(tmp_path / "cache.kv")
     assert all(torch.equal(a.dense(), b) for a, b in zip(flat(loaded), values, strict=True))
+
+
+FORGED: dict[str, Any] = {
+    "a block that is not there": lambda h: h["groups"][0]["tables"][0].__setitem__(0, 99),
+    "a negative block": lambda h: h["groups"][0]["tables"][0].__setitem__(0, -1),
+    "more tokens than blocks": lambda h: h["groups"][0]["views"][0][1].__setitem__(0, 10000),
+    "fewer than no tokens": lambda h: h["groups"][0]["views"][0][1].__setitem__(0, -3),
+    "a row that is not there": lambda h: h["groups"][0]["views"][0][0].__setitem__(0, 7),
+    "more blocks than bytes": lambda h: h["groups"][0].__setitem__("blocks", 10**9),
+    "a function for a dtype": lambda h: h["groups"][0]["sites"][0].__setitem__(2, "load"),
+    "blocks of nothing": lambda h: h["groups"][0].__setitem__("block_size", 0),
+    "a site that is not there": lambda h: h["handles"][0].__setitem__(2, 77),
+    "unknown axes": lambda h: h["handles"][0].__setitem__(3, "BHSX"),
+    "no groups": lambda h: h.pop("groups"),
+    "a section without end": lambda h: h["skeleton"].__setitem__("bytes", 2**62),
+    "a checksum too few": lambda h: h["groups"][0]["crcs"].pop(),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_header_that_contradicts_itself(saved: Any, name: str) -> None:
+    _, _, path = saved
+    data, at = path.read_bytes(), len(persist.MAGIC)
+    size, _ = struct.unpack("<QI", data[at : at + 12])
+    header = json.loads(data[at + 12 : at + 12 + size])
+    FORGED[name](header)
+    text = json.dumps(header).encode()
+    forged = data[:at] + struct.pack("<QI", len(text), zlib.crc32(text)) + text + data[at + 12 + size :]
+    path.write_bytes(forged)
+    before = paged_inductor.check_integrity()
+    with pytest.raises(SavedCacheError, match="contradicts itself"):
+        paged_inductor.load(path)
+    assert paged_inductor.check_integrity() == before
 
 
 def test_only_classes_of_transformers_caches_are_named(saved: Any) -> None:
