@@ -1,0 +1,152 @@
+"""Operations that lay values out in another way, and those that pick or join some of the features (see `flow`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .flow import Flow, Flows, NotShared, axis, digest, handles, reshaped
+from .flow_ops import looked_up
+from .tensors import is_tensor
+
+__all__: list[str] = []
+
+
+def _kept(flow: Flow, labels: Sequence[str]) -> Flow:
+    return replace(flow, labels=tuple(labels))
+
+
+@handles("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
+def _view(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
+    flow = flows.of(x)
+    if node.target == "view" and args and isinstance(args[0], torch.dtype):
+        raise NotShared(f"{node.name} reads bits as another type")
+    before, after = flows.sizes(x), flows.sizes(node)
+    labels = reshaped(before, flow.labels, after, flows.num_rows, flows.num_tokens)
+    return _kept(flow, labels)
+
+
+@handles("transpose", "swapaxes")
+def _transpose(flows: Flows, node: Node, x: Node, a: int, b: int) -> Flow:
+    flow = flows.of(x)
+    labels = list(flow.labels)
+    a, b = axis(a, len(labels)), axis(b, len(labels))
+    labels[a], labels[b] = labels[b], labels[a]
+    return _kept(flow, labels)
+
+
+@handles("permute")
+def _permute(flows: Flows, node: Node, x: Node, *dims: Any) -> Flow:
+    flow = flows.of(x)
+    order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
+    return _kept(flow, [flow.labels[axis(dim, len(flow.labels))] for dim in order])
+
+
+@handles("t")
+def _t(flows: Flows, node: Node, x: Node) -> Flow:
+    flow = flows.of(x)
+    return _kept(flow, flow.labels[::-1])
+
+
+@handles("expand", "expand_as", "broadcast_to")
+def _expand(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
+    flow = flows.of(x)
+    after = flows.sizes(node)
+    return _kept(flow, flows.labelled(after, [""] * (len(after) - len(flow.labels)) + list(flow.labels)))
+
+
+@handles("repeat_interleave")
+def _repeat(flows: Flows, node: Node, x: Node, repeats: Any, dim: int | None = None, **kwargs: Any) -> Flow:
+    flow = flows.resolved(flows.of(x))
+    if is_tensor(repeats) or dim is None or flow.labels[dim]:
+        raise NotShared(f"{node.name} repeats tokens")
+    return flows.made(node, "repeat_interleave", [flow], flow.labels, axis(dim, len(flow.labels)) - len(flow.labels))
+
+
+@handles("getitem")
+def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
+    value = flows.values.get(x)
+    if isinstance(value, NotShared):
+        raise value
+    if isinstance(value, tuple):
+        return value[index]
+    flow = flows.of(x)
+    if is_tensor(index):
+        return looked_up(flows, node, x, index)
+    items = list(index) if isinstance(index, tuple) else [index]
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(flow.labels) - taken)
+    else:
+        items += [slice(None)] * (len(flow.labels) - taken)
+    labels, facts, dim = [], [], 0
+    for item in items:
+        if item is None:
+            labels.append("")
+            continue
+        label, size = flow.labels[dim], flows.sizes(x)[dim]
+        dim += 1
+        if isinstance(item, slice) and _whole(flows, item, size):
+            labels.append(label)
+        elif label or not isinstance(item, slice | int) or isinstance(item, bool):
+            raise NotShared(f"{node.name} picks some of the positions")
+        else:
+            facts.append((dim - 1 - len(flow.labels), _bounds(flows, item)))
+            labels += [""] * isinstance(item, slice)
+    if not facts:
+        return _kept(flow, labels)
+    return flows.made(node, "getitem", [flows.resolved(flow)], labels, *facts)
+
+
+def _whole(flows: Flows, item: slice, size: int) -> bool:
+    if item.step not in (None, 1) or item.start not in (None, 0):
+        return False
+    stop = item.stop.meta.get("example_value") if isinstance(item.stop, Node) else item.stop
+    return stop is None or (isinstance(stop, int | torch.SymInt) and flows.size(stop) == size)
+
+
+def _bounds(flows: Flows, item: slice | int) -> object:
+    if isinstance(item, int):
+        return item
+    return tuple(flows.scalar(bound) for bound in (item.start, item.stop, item.step))
+
+
+@handles("split", "chunk", "unbind")
+def _split(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> tuple[Flow, ...]:
+    flow = flows.resolved(flows.of(x))
+    name = str(getattr(node.target, "__name__", node.target))
+    place = args[-1:] if name == "unbind" else args[1:2]
+    dim = axis(kwargs.get("dim", place[0] if place else 0), len(flow.labels))
+    if flow.labels[dim]:
+        raise NotShared(f"{node.name} picks some of the positions")
+    parts = []
+    for i, part in enumerate(node.meta["example_value"]):
+        labels = [label for d, label in enumerate(flow.labels) if name != "unbind" or d != dim]
+        sizes = tuple(map(flows.size, part.shape))
+        how = digest(name, dim - len(flow.labels), i, sizes[dim] if name != "unbind" else 0, flow.digest)
+        parts.append(Flow(flows.labelled(sizes, labels), how, flow.varies))
+    return tuple(parts)
+
+
+@handles("cat", "concat", "concatenate", "stack")
+def _cat(flows: Flows, node: Node, tensors: Sequence[Node], dim: int = 0, axis: int | None = None) -> Flow:
+    stacks = getattr(node.target, "__name__", "") == "stack"
+    parts = [part for part in tensors if flows.sizes(part) != (0,)]
+    operands = [flows.resolved(flows.of(part)) for part in parts]
+    if len(operands) == 1 and not stacks:
+        return operands[0]
+    where = axis(dim if axis is None else axis, len(flows.sizes(node)))
+    labels = [list(flow.labels) for flow in operands]
+    if stacks:
+        for own in labels:
+            own.insert(where, "")
+    if any(own[where] for own in labels):
+        raise NotShared(f"{node.name} joins tokens to others")
+    if any(own != labels[0] for own in labels):
+        raise NotShared(f"{node.name} joins tokens with a tensor of the call's length")
+    return flows.made(node, "cat", operands, labels[0], where - len(flows.sizes(node)))
