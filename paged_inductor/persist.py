@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from ._errors import SavedCacheError
 from .identity import fingerprint
-from .runtime import CacheGroup, SiteSpec, View, manager
+from .runtime import CacheGroup, Row, SiteSpec, View, manager
 from .runtime.restore import SavedView, restore
 from .runtime.tiers import memory_of
+from .saved import is_sound
 from .tensor import PagedStack, PagedTensor
 from .tensor.handle import plain
 
@@ -124,12 +125,21 @@ class _SavedGroup:
 
     def header(self) -> dict[str, Any]:
         """The group in numbers. Obligation: a step uses the views, so that their blocks are in place."""
-        rows = list({id(row): row for view in self.views for row in view.rows}.values())
-        position = {id(row): i for i, row in enumerate(rows)}
-        longest = [max(n for v in self.views for r, n in zip(v.rows, v.lengths) if r is row) for row in rows]
-        size = self.group.block_size
-        tables = [row.blocks[: -(-length // size)] for row, length in zip(rows, longest)]
-        self.blocks = list(dict.fromkeys(block for table in tables for block in table))
+        with manager().locked():
+            seen = [(view.rows, view.lengths, view.length, view.static) for view in self.views]
+            longest: dict[Row, int] = {}
+            for view_rows, lengths, _, _ in seen:
+                for row, length in zip(view_rows, lengths):
+                    longest[row] = max(length, longest.get(row, 0))
+            size = self.group.block_size
+            tables = [row.blocks[: -(-length // size)] for row, length in longest.items()]
+        position = {row: i for i, row in enumerate(longest)}
+        filled: dict[int, int] = {}  # slots of each block that the views see
+        for table, length in zip(tables, longest.values()):
+            for j, block in enumerate(table):
+                filled[block] = max(filled.get(block, 0), min(size, length - j * size))
+        self.blocks = list(filled)
+        self._partly = [(place, slots) for place, slots in enumerate(filled.values()) if slots < size]
         number = {block: i for i, block in enumerate(self.blocks)}
         self.crcs = [zlib.crc32(_bytes(section)) for section in self.sections()]
         return {
@@ -141,15 +151,20 @@ class _SavedGroup:
             ],
             "blocks": len(self.blocks),
             "tables": [[number[block] for block in table] for table in tables],
-            "views": [[[position[id(r)] for r in v.rows], v.lengths, v.length, v.static] for v in self.views],
+            "views": [[[position[row] for row in rows], *rest] for rows, *rest in seen],
             "crcs": self.crcs,
         }
 
     def sections(self) -> Iterator[Tensor]:
-        """The blocks' contents, site by site."""
+        """The blocks' contents, site by site; zeros where no view sees a token: what is there is others', as the
+        tokens of a step that goes on meanwhile."""
         for site, arena in zip(self.group.sites, self.group.arenas):
             index = torch.tensor(self.blocks, dtype=torch.int64, device=arena.device)
-            yield site.stored(arena).index_select(0, index).cpu()
+            values = site.stored(arena).index_select(0, index).cpu()
+            slots = site.stored(values)  # as the arena shows them
+            for place, filled in self._partly:
+                slots[place, :, filled:] = 0
+            yield values
 
 
 class _Writer(pickle.Pickler):
@@ -231,12 +246,17 @@ def _read_header(file: IO[bytes], path: Any) -> dict[str, Any]:
     size, crc = struct.unpack("<QI", prefix)
     if size > os.fstat(file.fileno()).st_size:
         raise SavedCacheError(f"{path} was cut off, or its header was changed")
-    header = json.loads(_section(file, size, crc, path))
+    try:
+        header = json.loads(_section(file, size, crc, path))
+    except ValueError as error:
+        raise SavedCacheError(f"{path} has a header that is no JSON: it is not as save() wrote it") from error
     if header["version"] != VERSION:
         raise SavedCacheError(
             f"{path} has version {header['version']} of the format, this package reads version {VERSION}: compute the "
             "cache again, or load it with the version that saved it"
         )
+    if not is_sound(header, os.fstat(file.fileno()).st_size):
+        raise SavedCacheError(f"{path} has a header that contradicts itself: it is not as save() wrote it")
     return header
 
 
@@ -292,8 +312,12 @@ class _Reader(pickle.Unpickler):
         return self._made[kind][number]
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED | self._allowed or (module in _ALLOWED_MODULES and name.isidentifier()):
+        if (module, name) in _ALLOWED | self._allowed:
             return super().find_class(module, name)
+        if module in _ALLOWED_MODULES and name.isidentifier():
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:  # not what the module has imported
+                return found
         raise SavedCacheError(
             f"{self._path} holds a {module}.{name}, which is not loaded from files unless you say so: "
             f"load(path, allow=[{name}]) if you trust the file"

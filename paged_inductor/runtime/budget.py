@@ -121,8 +121,8 @@ class Budget:
         """Wait until no step of `group` runs, and let none begin."""
         while group.resizing:
             self._idle.wait()
-        group.resizing = True
         try:
+            group.resizing = True
             while group.active:
                 self._idle.wait()
             yield
@@ -237,7 +237,11 @@ class Budget:
             self._counters.preempted_steps += 1
             raise Preempted
         turn = turn or self._line.join(priority)
-        self._idle.wait(PATIENCE)
+        try:
+            self._idle.wait(PATIENCE)
+        except BaseException:  # interrupted: the caller may not know of its turn, and all others would wait for it
+            self._line.leave(turn)
+            raise
         return turn
 
     def wait_for_others(self) -> None:

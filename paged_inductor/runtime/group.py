@@ -202,7 +202,6 @@ class CacheGroup:
         self.pool = BlockPool(self.block_bytes)
         self.arenas = [self._new_arena(site, 1) for site in sites]
         self.holdings: dict[int, Holding] = {}
-        self.active = 0
         self.pins: dict[int, Pin] = {}
         self.epoch = 0  # counts the occasions on which blocks moved
         self.resizing = False
@@ -239,6 +238,11 @@ class CacheGroup:
             if holding is not None:  # None: its making was interrupted
                 for row, length in zip(holding.rows, holding.lengths):
                     unregister(row, length, self.pool, self.block_size)
+
+    @property
+    def active(self) -> int:
+        """How often running steps use the group's views."""
+        return sum(len(pin.steps) for pin in self.pins.values())
 
     @property
     def has_dead(self) -> bool:
@@ -378,6 +382,7 @@ class CacheGroup:
             row.length = max(row.live)
             keep = -(-row.length // self.block_size)
             del row.blocks[keep:]
+            row.away = any(block < 0 for block in row.blocks)
             if row.stamps is not None:
                 del row.stamps[keep:]
         pool = BlockPool(self.block_bytes)

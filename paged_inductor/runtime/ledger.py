@@ -29,7 +29,6 @@ class Ledger:
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
-        self.running_steps = 0
         self.prefixes_forgotten = 0  # how often all of them were
         self._sanitizing = False
         self.tenants = Tenants()
@@ -60,7 +59,7 @@ class Ledger:
             for group in self._groups.values():
                 group.reconcile()
             swapped = {block for group in self._groups.values() for row in group.live_rows() for block in row.blocks}
-            self.swap.forget_unless(swapped.__contains__)
+            self.swap.reconcile(swapped)
             self._recount()
             raise
 

@@ -39,8 +39,9 @@ class Line:
         return turn
 
     def leave(self, turn: Turn) -> None:
-        """Give a place up."""
-        self._turns.remove(turn)
+        """Give a place up, if it was not given up before."""
+        if turn in self._turns:
+            self._turns.remove(turn)
 
     def first(self, turn: Turn | None) -> bool:
         """Whether it is this step's turn. None: a step that has not joined, whose turn it is if nobody waits."""

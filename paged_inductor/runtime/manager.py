@@ -9,6 +9,7 @@ keep arenas in place; growing or trimming a group's arenas waits until none of i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -36,29 +37,31 @@ class Manager(Views):
 
         All of a step's views must have been made before. Raises as `append`.
         """
-        with self.locked():
-            while True:
-                while any(view.group.resizing for view in views):
-                    self._idle.wait()
-                if not any(missing(view.rows) for view in views):
-                    break
-                try:
+        me, entered = get_ident(), []
+        try:
+            with self.locked():
+                while True:
+                    while any(view.group.resizing for view in views):
+                        self._idle.wait()
+                    if not any(missing(view.rows) for view in views):
+                        break
                     self._bring_back(views)
-                except BaseException:
-                    for view in views:
-                        view.group.unpin(view)
-                    raise
-            if self._sanitizing:
-                self._check(views, beginning=True)
-            now = next(self._clock)
-            for view in views:
-                group = view.group
-                group.active += 1
-                group.pin(view)
-                group.pins[view.serial].steps.append(get_ident())
-                group.holdings[view.serial].used = now
-            self.counters.steps += 1
-            self.running_steps += 1
+                if self._sanitizing:
+                    self._check(views, beginning=True)
+                now = next(self._clock)
+                for view in views:
+                    group = view.group
+                    group.pin(view)
+                    entered.append(view)
+                    group.pins[view.serial].steps.append(me)
+                    group.holdings[view.serial].used = now
+                self.counters.steps += 1
+        except BaseException:
+            self._leave(entered)
+            with self._lock:
+                for view in views:
+                    view.group.unpin(view)
+            raise
         if self._nodes is not None and views:
             self._nodes.bind(views[0].group.node)
 
@@ -72,21 +75,41 @@ class Manager(Views):
         """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""
         if self._nodes is not None and views:
             self._nodes.unbind()
-        with self._lock:
-            self.running_steps -= 1
-            for view in views:
-                group = view.group
-                group.active -= 1
-                pin = group.pins[view.serial]
-                pin.steps.remove(get_ident())
-                if not pin.steps:
-                    del group.pins[view.serial]
-            if self._budget.waiting or any(view.group.resizing for view in views):
-                self._idle.notify_all()
+        try:
+            self._leave(views)
+        except BaseException:  # interrupted: none of this thread's steps goes on
+            self._leave(views, every=True)
+            raise
         self._collect()
         if self._sanitizing:
             with self.locked():
                 self._check(views)
+
+    def _leave(self, views: Sequence[View], every: bool = False) -> None:
+        """This thread's latest step, or every one, uses `views` no more."""
+        me = get_ident()
+        with self._lock:
+            for view in views:
+                pin = view.group.pins.get(view.serial)
+                if pin is None:
+                    continue
+                while me in pin.steps:
+                    pin.steps.remove(me)
+                    if not every:
+                        break
+                if not pin.steps:
+                    del view.group.pins[view.serial]
+            if self._budget.waiting or any(view.group.resizing for view in views):
+                self._idle.notify_all()
+
+    @property
+    def running_steps(self) -> int:
+        """Steps under way."""
+        most: Counter[int] = Counter()  # of each thread
+        for group in self.groups:
+            for pin in list(group.pins.values()):
+                most |= Counter(pin.steps)
+        return most.total()
 
     @contextmanager
     def using(self, *views: View) -> Iterator[None]:
@@ -125,7 +148,7 @@ class Manager(Views):
         with self.locked():
             if on != self._sanitizing:
                 self._sanitizing = on
-                for group in self._groups.values():
+                for group in self.groups:
                     with self._budget.resizing(group):
                         group.sanitize(on)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -214,10 +214,18 @@ class SwapSpace:
         while dropped:
             self._forget(dropped.pop())
 
-    def forget_unless(self, alive: Callable[[int], bool]) -> None:
-        """Forget every swapped block that is not `alive`: after the books were rebuilt."""
-        for swapped in [swapped for swapped in self._pieces if not alive(swapped)]:
-            self._forget(swapped)
+    def reconcile(self, alive: Set[int]) -> None:
+        """Keep the swapped blocks that are `alive`, and nothing else: after the books were rebuilt."""
+        self._pieces = {swapped: piece for swapped, piece in self._pieces.items() if swapped in alive}
+        kept: dict[Extent, set[int]] = {extent: set() for extent in self._blocks}
+        for swapped, (extent, _) in self._pieces.items():
+            kept.setdefault(extent, set()).add(swapped)
+        for extent, blocks in kept.items():
+            if not blocks:
+                extent.close()
+        self._blocks = {extent: blocks for extent, blocks in kept.items() if blocks}
+        for tier in (self._host, self._disk):
+            tier.used = sum(extent.size for extent in self._blocks if extent.tier is tier)
 
     def used(self) -> dict[str, int]:
         """Bytes in each tier."""

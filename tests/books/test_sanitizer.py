@@ -15,6 +15,7 @@ import torch
 import paged_inductor
 from paged_inductor import SanitizerError, check_leaks, configure
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View, manager
+from paged_inductor.runtime.prefixes import BlockName
 
 from ..models.zoo import Decoder, Form, generate
 
@@ -191,6 +192,27 @@ def test_freed_and_new_blocks_are_poisoned(runtime: Manager) -> None:
     assert group.arenas[0][blocks].isnan().all()
     assert (group.arenas[1][blocks] == 127).all()
     assert not group.arenas[0][0].any()
+
+
+def test_cached_blocks_are_poisoned_when_they_are_evicted() -> None:
+    runtime = Manager()
+    group = group_of(runtime)
+    view = made(runtime, 16)
+    (block,) = view.rows[0].blocks
+    group.arenas[0][block] = 1
+    group.pool.index.add(block, BlockName("anybody", b"digest", b"parent", b"key", 0))
+    del view
+    assert used_and_cached(group) == (0, 1)
+    runtime.sanitize(True)
+    assert (group.arenas[0][block] == 1).all()
+    with runtime.locked():
+        group.pool.evict(1)
+    assert used_and_cached(group) == (0, 0)
+    assert group.arenas[0][block].isnan().all()
+
+
+def used_and_cached(group: CacheGroup) -> tuple[int, int]:
+    return group.pool.num_used, group.pool.num_cached
 
 
 def test_swapping_and_compaction_are_no_faults(runtime: Manager) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import collections
+import io
+import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import paged_inductor
-from paged_inductor import PagedTensor, SavedCacheError
+from paged_inductor import PagedTensor, SavedCacheError, persist
 
 from .test_stacked import OneTensor
 from .zoo import Decoder, Form, generate
@@ -209,3 +214,69 @@ def test_a_failing_save_leaves_the_old_file(saved: Any, monkeypatch: pytest.Monk
         paged_inductor.save(past, path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_step_meanwhile_and_what_others_left_in_the_blocks_are_not_saved(tmp_path: Path) -> None:
+    model = paged_model()
+    with torch.no_grad():
+        _, past = model(prompt(), None)
+    values = [tensor.dense() for tensor in flat(past)]
+    view = flat(past)[0]._view
+    section, sections, longer = persist._SavedGroup.sections, [], []
+
+    def stepped(group: Any) -> Any:
+        longer.append(step(model, past))  # after each look at the blocks, a step fills a slot behind these tokens
+        sections.append(list(section(group)))
+        return iter(sections[-1])
+
+    with mock.patch.object(persist._SavedGroup, "sections", stepped):
+        paged_inductor.save(past, tmp_path / "cache.kv")
+    assert len(longer) == len(sections) == 2
+    for site, (saved, arena) in enumerate(zip(sections[-1], view.group.arenas, strict=True)):
+        assert view.group.sites[site].stored(saved)[1::2, :, view.length % 16 :].eq(0).all()
+        assert arena[:, :, view.length % 16 :].abs().max() > 0
+    loaded = paged_inductor.load(tmp_path / "cache.kv")
+    assert all(torch.equal(a.dense(), b) for a, b in zip(flat(loaded), values, strict=True))
+
+
+FORGED: dict[str, Any] = {
+    "a block that is not there": lambda h: h["groups"][0]["tables"][0].__setitem__(0, 99),
+    "a negative block": lambda h: h["groups"][0]["tables"][0].__setitem__(0, -1),
+    "more tokens than blocks": lambda h: h["groups"][0]["views"][0][1].__setitem__(0, 10000),
+    "fewer than no tokens": lambda h: h["groups"][0]["views"][0][1].__setitem__(0, -3),
+    "a row that is not there": lambda h: h["groups"][0]["views"][0][0].__setitem__(0, 7),
+    "more blocks than bytes": lambda h: h["groups"][0].__setitem__("blocks", 10**9),
+    "a function for a dtype": lambda h: h["groups"][0]["sites"][0].__setitem__(2, "load"),
+    "blocks of nothing": lambda h: h["groups"][0].__setitem__("block_size", 0),
+    "a site that is not there": lambda h: h["handles"][0].__setitem__(2, 77),
+    "unknown axes": lambda h: h["handles"][0].__setitem__(3, "BHSX"),
+    "no groups": lambda h: h.pop("groups"),
+    "a section without end": lambda h: h["skeleton"].__setitem__("bytes", 2**62),
+    "a checksum too few": lambda h: h["groups"][0]["crcs"].pop(),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_header_that_contradicts_itself(saved: Any, name: str) -> None:
+    _, _, path = saved
+    data, at = path.read_bytes(), len(persist.MAGIC)
+    size, _ = struct.unpack("<QI", data[at : at + 12])
+    header = json.loads(data[at + 12 : at + 12 + size])
+    FORGED[name](header)
+    text = json.dumps(header).encode()
+    forged = data[:at] + struct.pack("<QI", len(text), zlib.crc32(text)) + text + data[at + 12 + size :]
+    path.write_bytes(forged)
+    before = paged_inductor.check_integrity()
+    with pytest.raises(SavedCacheError, match="contradicts itself"):
+        paged_inductor.load(path)
+    assert paged_inductor.check_integrity() == before
+
+
+def test_only_classes_of_transformers_caches_are_named(saved: Any) -> None:
+    _, _, path = saved
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    for name in ("torch", "is_torchdynamo_compiling", "PreTrainedConfig", "abstractmethod"):
+        assert hasattr(cache_utils, name)
+        data = b"ctransformers.cache_utils\n" + name.encode() + b"\n."
+        with pytest.raises(SavedCacheError, match=name):
+            persist._Reader(io.BytesIO(data), {}, set(), path).load()

@@ -152,21 +152,29 @@ def test_a_faulty_swap_file_is_an_error_of_its_cache_alone(fault: str) -> None:
     paged_inductor.check_integrity()
 
 
-OUT = [(SwapSpace, "_store"), (CacheGroup, "rename"), (BlockPool, "swap_out")]
+OUT = [
+    (SwapSpace, "_store"),
+    (SwapSpace, "_move"),
+    (SwapSpace, "_register"),
+    (CacheGroup, "rename"),
+    (BlockPool, "swap_out"),
+]
 BACK = [(BlockPool, "reserve_for"), (SwapSpace, "_read"), (CacheGroup, "rename"), (BlockPool, "swap_in")]
 
 
+@pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize(("where", "name"), OUT, ids=lambda x: getattr(x, "__name__", x))
-def test_interrupted_on_the_way_out(where: type, name: str) -> None:
-    check_interruption(where, name, swapped=False)
+def test_interrupted_on_the_way_out(where: type, name: str, done: bool) -> None:
+    check_interruption(where, name, done, swapped=False)
 
 
+@pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize(("where", "name"), BACK, ids=lambda x: getattr(x, "__name__", x))
-def test_interrupted_on_the_way_back(where: type, name: str) -> None:
-    check_interruption(where, name, swapped=True)
+def test_interrupted_on_the_way_back(where: type, name: str, done: bool) -> None:
+    check_interruption(where, name, done, swapped=True)
 
 
-def check_interruption(where: type, name: str, swapped: bool) -> None:
+def check_interruption(where: type, name: str, done: bool, swapped: bool) -> None:
     """Whatever is being done to the books: afterwards they balance, and no token is lost."""
     model = paged_model()
     configure(swap_disk="1GiB")
@@ -181,6 +189,8 @@ def check_interruption(where: type, name: str, swapped: bool) -> None:
         def struck(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             if len(calls) == 2 or where is not BlockPool:  # of several calls, the second
+                if done:
+                    original(*args, **kwargs)
                 raise KeyboardInterrupt
             return original(*args, **kwargs)
 
@@ -190,6 +200,8 @@ def check_interruption(where: type, name: str, swapped: bool) -> None:
         assert all(torch.equal(tensor.dense(), value) for tensor, value in zip(tensors, values, strict=True))
         assert swap_everything_out() == 3
         assert all(torch.equal(tensor.dense(), value) for tensor, value in zip(tensors, values, strict=True))
+    del past, tensors
+    assert manager().swap.used() == {"host": 0, "disk": 0}
 
 
 def test_sixteen_threads_under_a_budget_for_four() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,3 +120,36 @@ def test_swapped_blocks_come_back_before_a_step_and_stay_while_it_runs(runtime: 
         with runtime.locked():
             assert runtime.swap.out(group, 10, ()) == 0
     assert table[0, :3].tolist() == view.rows[0].blocks
+
+
+def test_interrupted_while_waiting_for_memory_it_leaves_the_line(runtime: Manager) -> None:
+    configure(kv_budget=3 * BLOCK)
+    group = runtime.group(SITES[0], 16)
+    held = runtime.create(group, 1, 40, "held").view
+    end = running_elsewhere(runtime, held)
+    with (
+        mock.patch.object(runtime._idle, "wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        runtime.create(group, 1, 1, "interrupted")
+    end.set()
+    del held
+    assert runtime._budget.waiting == 0
+
+
+@pytest.mark.parametrize("name", ["_collect", "_leave"])
+def test_interrupted_where_it_begins_or_ends_a_step_runs_no_more(runtime: Manager, name: str) -> None:
+    group = runtime.group(SITES[0], 16)
+    view = runtime.create(group, 1, 40, "view").view
+    original = getattr(runtime, name)
+    for call in range(1, 4):
+        left = iter(range(call))
+
+        def struck(*args: Any, left: Iterator[int] = left, last: int = call - 1, **kwargs: Any) -> None:
+            if next(left, None) == last:
+                raise KeyboardInterrupt
+            original(*args, **kwargs)
+
+        with mock.patch.object(runtime, name, struck), suppress(KeyboardInterrupt), runtime.using(view):
+            pass
+        assert (group.active, runtime.running_steps, group.pins) == (0, 0, {})
