@@ -38,6 +38,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
     ("broadcasts the cache", "broadcast heads only: repeat the batch by repeat_interleave on the cache"),
     ("reshapes the cache", _PLAIN),
     ("repeats something other than heads", _PLAIN),
+    ("repeats heads a number of times", "repeat the heads a number of times that is a constant of the graph"),
     ("repeat all heads in turn", "use scaled_dot_product_attention, or repeat_interleave for the heads"),
     ("repeat heads in different orders", "repeat the heads of keys and values in the same way"),
     ("has no heads", "keep a dimension of heads, of size 1 if there is one"),

@@ -20,7 +20,18 @@ from torch.fx import Node
 
 from .tensors import expr
 
-__all__ = ["HANDLERS", "Flow", "Flows", "NotShared", "axes", "axis", "digest", "feature_sizes", "handles", "reshaped"]
+__all__ = [
+    "HANDLERS",
+    "Flow",
+    "Flows",
+    "NotShared",
+    "axes",
+    "digest",
+    "dim_index",
+    "feature_sizes",
+    "handles",
+    "reshaped",
+]
 
 BATCH, TOKENS, MERGED = "B", "S", "BS"
 
@@ -199,7 +210,7 @@ def reshaped(before: Sequence[int], labels: Sequence[str], after: Sequence[int],
     return result
 
 
-def axis(dim: object, count: int) -> int:
+def dim_index(dim: object, count: int) -> int:
     """A dimension of a tensor of `count`, counted from the front."""
     if not isinstance(dim, int):
         raise NotShared("a dimension is not a number")
@@ -209,4 +220,4 @@ def axis(dim: object, count: int) -> int:
 def axes(given: Any, count: int) -> list[int]:
     """The dimensions that a reduction is given; None means all."""
     dims = range(count) if given is None else given if isinstance(given, Sequence) else [given]
-    return [axis(dim, count) for dim in dims]
+    return [dim_index(dim, count) for dim in dims]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .flow import Flow, Flows, NotShared, axis, digest, handles, reshaped
+from .flow import Flow, Flows, NotShared, digest, dim_index, handles, reshaped
 from .flow_ops import looked_up
 from .tensors import is_tensor
 
@@ -34,7 +34,7 @@ def _view(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
 def _transpose(flows: Flows, node: Node, x: Node, a: int, b: int) -> Flow:
     flow = flows.of(x)
     labels = list(flow.labels)
-    a, b = axis(a, len(labels)), axis(b, len(labels))
+    a, b = dim_index(a, len(labels)), dim_index(b, len(labels))
     labels[a], labels[b] = labels[b], labels[a]
     return _kept(flow, labels)
 
@@ -43,7 +43,7 @@ def _transpose(flows: Flows, node: Node, x: Node, a: int, b: int) -> Flow:
 def _permute(flows: Flows, node: Node, x: Node, *dims: Any) -> Flow:
     flow = flows.of(x)
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
-    return _kept(flow, [flow.labels[axis(dim, len(flow.labels))] for dim in order])
+    return _kept(flow, [flow.labels[dim_index(dim, len(flow.labels))] for dim in order])
 
 
 @handles("t")
@@ -64,7 +64,9 @@ def _repeat(flows: Flows, node: Node, x: Node, repeats: Any, dim: int | None = N
     flow = flows.resolved(flows.of(x))
     if is_tensor(repeats) or dim is None or flow.labels[dim]:
         raise NotShared(f"{node.name} repeats tokens")
-    return flows.made(node, "repeat_interleave", [flow], flow.labels, axis(dim, len(flow.labels)) - len(flow.labels))
+    return flows.made(
+        node, "repeat_interleave", [flow], flow.labels, dim_index(dim, len(flow.labels)) - len(flow.labels)
+    )
 
 
 @handles("getitem")
@@ -121,7 +123,7 @@ def _split(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> tupl
     flow = flows.resolved(flows.of(x))
     name = str(getattr(node.target, "__name__", node.target))
     place = args[-1:] if name == "unbind" else args[1:2]
-    dim = axis(kwargs.get("dim", place[0] if place else 0), len(flow.labels))
+    dim = dim_index(kwargs.get("dim", place[0] if place else 0), len(flow.labels))
     if flow.labels[dim]:
         raise NotShared(f"{node.name} picks some of the positions")
     parts = []
@@ -140,7 +142,7 @@ def _cat(flows: Flows, node: Node, tensors: Sequence[Node], dim: int = 0, axis: 
     operands = [flows.resolved(flows.of(part)) for part in parts]
     if len(operands) == 1 and not stacks:
         return operands[0]
-    where = axis(dim if axis is None else axis, len(flows.sizes(node)))
+    where = dim_index(dim if axis is None else axis, len(flows.sizes(node)))
     labels = [list(flow.labels) for flow in operands]
     if stacks:
         for own in labels:
