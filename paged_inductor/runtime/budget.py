@@ -27,6 +27,7 @@ from .pool import Account, OutOfBlocks, OverQuota
 from .shortage import budget_exceeded, quota_exceeded
 from .swap import SwapSpace, missing
 from .table import Row
+from .tenants import Tenant
 
 __all__ = ["Budget", "Preempted"]
 
@@ -64,10 +65,15 @@ class Budget:
         return len(self._line)
 
     def allocating(
-        self, group: CacheGroup, rows: Sequence[Row], needed: Callable[[], int], attempt: Callable[[], T], priority: int
+        self,
+        group: CacheGroup,
+        rows: Sequence[Row],
+        needed: Callable[[], int],
+        attempt: Callable[[], T],
+        tenant: Tenant,
     ) -> T:
-        """The result of `attempt`, which allocates `needed()` blocks, and for which the blocks of `rows` must be in
-        place.
+        """The result of `attempt`, which allocates `needed()` blocks that `tenant` pays for, and for which the blocks
+        of `rows` must be in place.
 
         All are looked at again after every wait, because other threads may have changed the books. Raises
         `KVBudgetExceeded`, `QuotaExceeded` or `SwapError` with nothing changed, and `Preempted` where a `preemptible`
@@ -82,13 +88,13 @@ class Budget:
         try:
             while True:
                 if not self._line.first(turn) and wanted() and not self._pins()[0]:  # who has begun goes on
-                    turn = self._wait(turn, priority, group, wanted)
+                    turn = self._wait(turn, tenant.priority, group, wanted)
                     continue
                 try:
                     self._swap.back(group, missing(rows))
                     return attempt()
                 except OverQuota as over:
-                    self._meet_quota(group, over.account, wanted(), rows)
+                    self._meet_quota(group, over.account, rows, needed() if over.account is tenant else 0)
                 except OutOfBlocks:
                     if self._make_room(group, wanted, rows):
                         continue
@@ -96,7 +102,7 @@ class Budget:
                         collected = True
                         gc.collect()  # compilers leave caches of their first call in reference cycles
                         continue
-                    turn = self._wait(turn, priority, group, wanted)
+                    turn = self._wait(turn, tenant.priority, group, wanted)
         finally:
             if turn is not None:
                 self._line.leave(turn)
@@ -216,8 +222,10 @@ class Budget:
                     return self._grow(group, shortage + group.pool.num_free)
         return False
 
-    def _meet_quota(self, group: CacheGroup, account: Account, wanted: int, rows: Sequence[Row]) -> None:
-        """Swap out what an account pays for until `wanted` blocks are within its limit; raises `QuotaExceeded`."""
+    def _meet_quota(self, group: CacheGroup, account: Account, rows: Sequence[Row], needed: int) -> None:
+        """Swap out what an account pays for until `needed` blocks, and those of the swapped blocks of `rows` that it
+        pays for, are within its limit; raises `QuotaExceeded`."""
+        wanted = needed + sum(group.pool.payer(block) is account for block in missing(rows))
         for other in [group, *(other for other in self._groups if other is not group)]:
             excess = account.used + wanted * group.block_bytes - account.limit
             if excess <= 0:

@@ -69,7 +69,7 @@ class Manager(Views):
         """Bring the swapped blocks of a step's views back: all of them, or none may be swapped out again meanwhile."""
         for view in views:
             pin = partial(self._pin, view, ())
-            self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant.priority)
+            self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant)
 
     def end(self, views: Sequence[View]) -> None:
         """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""

@@ -62,7 +62,7 @@ class Views(Ledger):
             return blocks_needed(view.rows, view.lengths, count, group.pool, group.block_size, none)
 
         with self.locked():
-            rows, lengths = self._budget.allocating(group, view.rows, needed, attempt, view.tenant.priority)
+            rows, lengths = self._budget.allocating(group, view.rows, needed, attempt, view.tenant)
             schedule = self._take_schedule(view)
             before = self._derive(view, view.rows, view.lengths, view.length) if copies else None
             group.relength(view, rows, lengths)
@@ -123,7 +123,7 @@ class Views(Ledger):
         def needed() -> int:
             return blocks_needed(rows, lengths, count, group.pool, block_size, skips)
 
-        new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant.priority)
+        new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant)
         view = View(group, new_rows, new_lengths, label, length + count, tenant)
         if parent is not None and not any(skips) and (schedule := self._take_schedule(parent)):
             schedule.advance(count, changes)
@@ -169,7 +169,7 @@ class Views(Ledger):
 
     def allocate(self, group: CacheGroup, count: int, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, which allocates `count` blocks. The caller holds `locked`."""
-        return self._budget.allocating(group, (), lambda: count, attempt, self.tenants.current().priority)
+        return self._budget.allocating(group, (), lambda: count, attempt, self.tenants.current())
 
     def unshare(
         self, group: CacheGroup, places: Sequence[tuple[Sequence[Place], int, int]], label: str
@@ -198,7 +198,7 @@ class Views(Ledger):
                 return blocks_to_separate(tasks, size)
 
             seen = [view.rows[position] for members, _, _ in places for view, position in members]
-            rows = self._budget.allocating(group, seen, needed, attempt, self.tenants.current().priority)
+            rows = self._budget.allocating(group, seen, needed, attempt, self.tenants.current())
             for row in rows:
                 register(row, row.length)
             lengths = tuple(row.length for row in rows)

@@ -42,7 +42,9 @@ def samples(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [(PrefixSharing(pass_bytes=1), 32), (PrefixSharing(), 0), (NoSharing(), 0)], ids=str
+    ("rule", "expected"),
+    [(PrefixSharing(pass_bytes=1), 32), (PrefixSharing(), 0), (NoSharing(), 0)],
+    ids=["always", "by cost", "never"],
 )
 def test_shared_blocks_are_read_once(monkeypatch: pytest.MonkeyPatch, rule: Any, expected: int) -> None:
     torch.manual_seed(3)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paged_inductor import ConfigurationError, KVBudgetExceeded, QuotaExceeded, tenant
+from paged_inductor import ConfigurationError, KVBudgetExceeded, QuotaExceeded, configure, tenant
+from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec
 from paged_inductor.runtime import manager as process_manager
 from paged_inductor.runtime.tenants import Tenant
@@ -155,3 +156,22 @@ def test_the_books_of_the_process_hold(runtime: Manager) -> None:
         runtime.check_integrity()
     who.used = 0
     assert process_manager() is not runtime
+
+
+def test_who_goes_on_from_anothers_swapped_cache_pays_only_for_what_is_new(runtime: Manager) -> None:
+    """What comes back is charged to its owner, whose quota it fills to the last byte."""
+    configure(swap_host="1GiB")
+    group = group_of(runtime)
+    with tenant("a", quota=3 * BLOCK):
+        view = runtime.create(group, 1, 48, "a's").view
+    with runtime.using(view):
+        pass
+    with runtime.locked():
+        assert runtime.swap.out(group, 3, ()) == 3
+    assert used(runtime) == {"default": 0, "a": 0}
+    with tenant("b", quota=BLOCK):
+        longer = runtime.append(view, 16).view
+    assert used(runtime) == {"default": 0, "a": 3, "b": 1}
+    with runtime.using(longer):
+        assert all(block > 0 for block in longer.rows[0].blocks)
+    reset_config()
