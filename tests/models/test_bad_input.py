@@ -43,13 +43,13 @@ def test_page_refuses_a_replaced_forward() -> None:
 def test_unknown_options_list_the_valid_ones(call: str) -> None:
     model = Decoder(Form())
     if call == "page":
-        with pytest.raises(ConfigurationError, match="'iner'.*inner, inductor, label"):
+        with pytest.raises(ConfigurationError, match="'iner'.*inner, mode, inductor, label"):
             paged_inductor.page(model, iner="eager")
         with pytest.raises(ConfigurationError, match="'nvcc'.*'inductor', 'aot_eager', 'eager'"):
             paged_inductor.page(model, inner="nvcc")
     else:
         step = torch.compile(model, backend="paged_inductor", options={"iner": "eager"})
-        with pytest.raises(Exception, match="'iner'.*inner, inductor, label"), torch.no_grad():
+        with pytest.raises(Exception, match="'iner'.*inner, mode, inductor, label"), torch.no_grad():
             step(torch.zeros(1, 4, dtype=torch.int64))
 
 
