@@ -149,7 +149,7 @@ class MatchAttention(Pass):
                 reason = reason or found
                 continue
             node, heads = found
-            seen = ["H" if axis in (MERGED, TILED) else axis for axis in heads.axes]
+            seen = ["H" if axis == TILED else axis.replace(MERGED, "H") for axis in heads.axes]
             if len(shape(node)) == 4 and seen == wanted:
                 return (node, self._axes.get(node, layout)), heads
             reason = reason or f"the dimensions {heads.axes} of its operands are not [{', '.join(wanted)}]"

@@ -49,8 +49,9 @@ def prompts(count: int) -> list[Tensor]:
 
 
 def budget_of(blocks: int) -> int:
-    """A budget for `blocks` more blocks of the model's than are reserved now."""
-    return paged_inductor.stats().bytes_reserved + blocks * BLOCK_BYTES
+    """A budget for `blocks` more blocks of the model's than are reserved now (zero pages are not counted)."""
+    reserved = sum((group.pool.capacity - 1) * group.block_bytes for group in manager().groups)
+    return reserved + blocks * BLOCK_BYTES
 
 
 def continued(model: Any, past: Any, last: Tensor, steps: int) -> tuple[Tensor, Any, Tensor]:
