@@ -28,7 +28,8 @@ def check(architecture: Architecture, mode: str, new_tokens: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+# Half of them: `make coverage` runs all, in all modes.
+@pytest.mark.parametrize("architecture", ARCHITECTURES[::2], ids=lambda architecture: architecture.name)
 def test_greedy_tokens_equal_the_dense_models(architecture: Architecture) -> None:
     check(architecture, "greedy", 16)
 

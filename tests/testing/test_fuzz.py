@@ -50,7 +50,7 @@ def test_right_models_pass(form: Form) -> None:
 
 def test_transformers_pass() -> None:
     model = MODELS["Llama"].build("sdpa")
-    fuzz(model, max_examples=3, **SMALL)
+    fuzz(model, max_examples=2, **SMALL)
     replay(model, EVERYTHING)
 
 
@@ -81,7 +81,7 @@ def test_a_broken_operation_of_the_package_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_generate_of_the_users_own() -> None:
-    fuzz(decoder(), generate=greedy, max_examples=3)
+    fuzz(decoder(), generate=greedy, max_examples=2)
     model = MODELS["Llama"].build("sdpa")
 
     def beams(model: nn.Module, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
