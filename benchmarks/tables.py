@@ -109,6 +109,20 @@ def pass_time(result: dict[str, Any]) -> str:
     return table(header, rows)
 
 
+def swapping(result: dict[str, Any]) -> str:
+    tiers = [cell for cell in result["cells"] if "tier" in cell]
+    (quotas,) = (cell for cell in result["cells"] if "added_us" in cell)
+    rows = []
+    for cell in tiers:
+        for way, plain in (("out", "write"), ("back", "read")):
+            speeds = (cell[f"{way}_GiB_s"], cell[f"{plain}_GiB_s"])
+            rows.append([f"{cell['tier']}, {way}", f"**{cell[f'{way}_share']:.2f}**", "≥ 0.8", *speeds])
+    header = ["", "speed ÷ that of a plain copy", "goal", "swap GiB/s", "plain GiB/s"]
+    added, append = quotas["added_us"], quotas["append_us"]
+    text = f"Quota and priority add **{added} µs** to an append of {append} µs (goal: below 5)."
+    return f"{table(header, rows)}\n\n{text}"
+
+
 def prefixes(result: dict[str, Any]) -> str:
     (cell,) = result["cells"]
     figures = [
@@ -137,7 +151,16 @@ def facts(result: dict[str, Any]) -> str:
 def main() -> None:
     results = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("decode_step", "attention_cpu", "host_step", "memory", "kinds", "pass_time", "prefixes")
+        for name in (
+            "decode_step",
+            "attention_cpu",
+            "host_step",
+            "memory",
+            "kinds",
+            "pass_time",
+            "prefixes",
+            "swapping",
+        )
     }
     parts = {
         "machine": facts(results["decode_step"]),
@@ -150,6 +173,7 @@ def main() -> None:
         "windows": windows(results["kinds"]),
         "pass_time": pass_time(results["pass_time"]),
         "prefixes": prefixes(results["prefixes"]),
+        "swapping": swapping(results["swapping"]),
     }
     text = PAGE.read_text()
     for name, part in parts.items():
