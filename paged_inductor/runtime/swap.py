@@ -93,7 +93,8 @@ class SwapSpace:
         tiers = self._available(on_cpu)
         if not tiers:
             return None
-        parts = [_part(site, arena, blocks) for site, arena in zip(group.sites, group.arenas)]
+        index = torch.tensor(blocks, device=group.sites[0].device)
+        parts = [_part(site, arena, index) for site, arena in zip(group.sites, group.arenas)]
         size = sum(part.size(len(blocks)) for part in parts)
         for i, tier in enumerate(tiers):
             if tier.used + size > tier.limit:
@@ -184,10 +185,11 @@ class SwapSpace:
         for extent, pairs in by_extent.items():
             pairs.sort()
             places, blocks = [place for place, _ in pairs], [block for _, block in pairs]
+            index = torch.tensor(blocks, device=group.sites[0].device)
             for i, (site, arena) in enumerate(zip(group.sites, group.arenas)):
                 values = extent.read(i, places)
                 size += values.nbytes
-                _scatter(site, arena, blocks, values)
+                _scatter(site, arena, index, values)
         return size
 
     # -- books -----------------------------------------------------------------------------------------------
@@ -244,9 +246,8 @@ class SwapSpace:
         return faults
 
 
-def _part(site: SiteSpec, arena: Tensor, blocks: Sequence[int]) -> Part:
+def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:
     stored = site.stored(arena)
-    index = torch.tensor(blocks, device=arena.device)
 
     def gather(values: Tensor) -> None:
         with torch.no_grad():
@@ -262,9 +263,9 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-def _scatter(site: SiteSpec, arena: Tensor, blocks: Sequence[int], values: Tensor) -> None:
+def _scatter(site: SiteSpec, arena: Tensor, index: Tensor, values: Tensor) -> None:
     target, values = site.stored(arena), values.to(arena.device, non_blocking=True)
     if arena.device.type == "cpu" and target[0].nbytes % 16 == 0:  # wide elements are copied three times as fast
         target, values = (x.flatten(1).view(torch.complex128) for x in (target, values))
     with torch.no_grad():
-        target.index_copy_(0, torch.tensor(blocks, device=arena.device), values)
+        target.index_copy_(0, index, values)
