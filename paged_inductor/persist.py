@@ -278,15 +278,15 @@ def _load_group(file: IO[bytes], saved: dict[str, Any], device: Any, path: Any) 
     group = runtime.group(sites, saved["block_size"])
     views = [SavedView(*view) for view in saved["views"]]
     ids, made = restore(runtime, group, saved["tables"], views, saved["blocks"], saved["label"])
-    with runtime.using(*made), torch.no_grad():
+    with runtime.using(*made):
         for i, (site, crc) in enumerate(zip(sites, saved["crcs"])):
-            arena = site.stored(group.arenas[i])
-            shape = (len(ids), *arena.shape[1:])
+            arena = group.arenas[i]
+            shape = (len(ids), *site.stored(arena).shape[1:])
             size = torch.Size(shape).numel() * site.dtype.itemsize
             data = _section(file, size, crc, path)
             if ids:
                 values = torch.frombuffer(bytearray(data), dtype=site.dtype).view(shape)
-                arena.index_copy_(0, torch.tensor(ids, device=arena.device), values.to(arena.device))
+                site.put(arena, torch.tensor(ids, device=arena.device), values)
     return made
 
 

@@ -6,17 +6,12 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import torch
-
 from .passes.stacked import Unstacked
+from .program import make_dense
 from .tensor import PagedStack, PagedTensor
+from .tensor.stacked import joined, parts
 
-__all__ = ["StackedProgram", "parts"]
-
-
-def parts(value: Any, lead: Sequence[int]) -> list[Any]:
-    """The caches in a stack, row-major: handles, or views of a dense tensor."""
-    return list(value.handles) if isinstance(value, PagedStack) else list(value.flatten(0, len(lead) - 1).unbind())
+__all__ = ["StackedProgram"]
 
 
 class StackedProgram:
@@ -33,7 +28,7 @@ class StackedProgram:
         """The arguments of the graph without stacks, for those of the captured graph."""
         flat: list[Any] = []
         for i, value in enumerate(args):
-            flat += parts(value, self._inputs[i]) if i in self._inputs else [value]
+            flat += parts(value, len(self._inputs[i])) if i in self._inputs else [value]
         return flat
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -52,6 +47,4 @@ class StackedProgram:
 def _stack(values: Sequence[Any], lead: Sequence[int]) -> Any:
     if all(isinstance(value, PagedTensor) for value in values) and len({value.shape for value in values}) == 1:
         return PagedStack(values, lead)
-    return torch.stack([value.dense() if isinstance(value, PagedTensor) else value for value in values]).unflatten(
-        0, list(lead)
-    )
+    return joined(list(map(make_dense, values)), lead)

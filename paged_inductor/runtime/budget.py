@@ -150,12 +150,10 @@ class Budget:
 
     def limit(self, device: torch.device) -> int:
         """Bytes that all arenas together may take."""
-        configured = config().kv_budget
-        if configured is not None:
-            return configured
-        if self._default is None:
-            self._default = free_bytes(device) // 2
-        return self._default
+        known = self.known_limit
+        if known is None:
+            known = self._default = free_bytes(device) // 2
+        return known
 
     def _spare(self, group: CacheGroup) -> int:
         """Bytes that arenas may still grow by."""

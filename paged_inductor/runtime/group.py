@@ -54,6 +54,14 @@ class SiteSpec:
         """A contiguous view of an arena (or of some of its blocks): its dimensions in the order of memory."""
         return arena.mT if self.transposed else arena
 
+    def put(self, arena: torch.Tensor, blocks: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite blocks (int64 [n], on the arena's device) by `values` [n, ...], in the order of memory."""
+        target, values = self.stored(arena), values.to(arena.device, non_blocking=True)
+        if arena.device.type == "cpu" and target[0].nbytes % 16 == 0:  # wide elements are copied three times as fast
+            target, values = (x.flatten(1).view(torch.complex128) for x in (target, values))
+        with torch.no_grad():
+            target.index_copy_(0, blocks, values)
+
     def new_arena(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """An uninitialised arena, apart from its zero page (block 0)."""
         size = (num_blocks, self.heads, block_size, self.head_dim)
@@ -299,10 +307,8 @@ class CacheGroup:
             moves.append((source, target))
         if moves:
             sources, targets = (torch.tensor(ids, device=self.sites[0].device) for ids in zip(*moves))
-            with torch.no_grad():
-                for site, arena in zip(self.sites, self.arenas):
-                    stored = site.stored(arena)
-                    stored.index_copy_(0, targets, stored.index_select(0, sources))
+            for site, arena in zip(self.sites, self.arenas):
+                site.put(arena, targets, site.stored(arena).index_select(0, sources))
             self.rename(dict(moves))
             for source, target in moves:
                 self.pool.move(source, target)

@@ -12,7 +12,7 @@ from .budget import Budget, Preempted
 from .counters import Counters
 from .group import CacheGroup, SiteSpec
 from .numa import Nodes
-from .pool import OutOfBlocks
+from .pool import Account, OutOfBlocks
 from .swap import SwapSpace
 from .tenants import Tenants
 
@@ -65,12 +65,19 @@ class Ledger:
 
     def _recount(self) -> None:
         """Add up what every account pays for."""
-        charges = [group.pool.charges() for group in self._groups.values()]
-        for account in [*self.tenants.accounts().values(), *(account for charged in charges for account in charged)]:
+        charged = self._charged()
+        for account in self.tenants.accounts().values():
             account.used = 0
-        for charged in charges:
-            for account, size in charged.items():
-                account.used += size
+        for account, size in charged.items():
+            account.used = size
+
+    def _charged(self) -> dict[Account, int]:
+        """Bytes that each account pays for, added up over all pools."""
+        charged: dict[Account, int] = {}
+        for group in self._groups.values():
+            for account, size in group.pool.charges().items():
+                charged[account] = charged.get(account, 0) + size
+        return charged
 
     def _drain(self) -> None:
         for group in self._groups.values():

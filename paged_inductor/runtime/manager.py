@@ -3,8 +3,9 @@
 A step is a transaction. `append`/`create` make the *new* view that the step will fill; until the caller hands it
 out, dropping it is the rollback: its blocks return to the pool, and older views never noticed.
 
-Locking: one lock for the books, held for microseconds. Kernels run outside it, between `begin` and `end`, which
-keep arenas in place; growing or trimming a group's arenas waits until none of its steps runs.
+Locking: one lock for the books, held for microseconds, or for as long as blocks are swapped. Kernels run outside it,
+between `begin` and `end`, which keep arenas in place; growing or trimming a group's arenas waits until none of its
+steps runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from .._config import on_change
 from .._errors import IntegrityError
 from .group import View
 from .numa import this_host
-from .pool import Account
 from .schedule import Schedule
 from .swap import missing
 from .views import StepViews, Views
@@ -194,13 +194,11 @@ class Manager(Views):
     def check_integrity(self) -> str:
         """Prove that the books balance. Returns the terms as text; raises `IntegrityError` with every fault."""
         lines, faults = [], []
-        charged: dict[Account, int] = {}
         with self.locked():
+            charged = self._charged()
             for group in self._groups.values():
                 pool = group.pool
                 found = group.check()
-                for account, size in pool.charges().items():
-                    charged[account] = charged.get(account, 0) + size
                 line = (
                     f"{len(group.sites)} sites, block of {group.block_bytes} B: {pool.num_free} free + "
                     f"{pool.num_cached} cached + {pool.num_used} used = {pool.capacity - 1} in all, "

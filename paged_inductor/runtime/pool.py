@@ -193,10 +193,6 @@ class BlockPool:
             return self._swapped[block][1]
         return self._payers[block]
 
-    def charge(self, block: int, account: Account) -> None:
-        """Let another account pay for an allocated block, whatever its limit."""
-        self._charge(block, account)
-
     def _charge(self, block: int, account: Account | None) -> None:
         before = self._payers[block]
         if before is not None:

@@ -189,7 +189,7 @@ class SwapSpace:
             for i, (site, arena) in enumerate(zip(group.sites, group.arenas)):
                 values = extent.read(i, places)
                 size += values.nbytes
-                _scatter(site, arena, index, values)
+                site.put(arena, index, values)
         return size
 
     # -- books -----------------------------------------------------------------------------------------------
@@ -261,11 +261,3 @@ def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-
-
-def _scatter(site: SiteSpec, arena: Tensor, index: Tensor, values: Tensor) -> None:
-    target, values = site.stored(arena), values.to(arena.device, non_blocking=True)
-    if arena.device.type == "cpu" and target[0].nbytes % 16 == 0:  # wide elements are copied three times as fast
-        target, values = (x.flatten(1).view(torch.complex128) for x in (target, values))
-    with torch.no_grad():
-        target.index_copy_(0, index, values)

@@ -1,4 +1,4 @@
-"""Views: how they are made, extended, written apart and given up. Blocks are allocated here and nowhere else."""
+"""Views: how they are made, extended, written apart and given up."""
 
 from __future__ import annotations
 

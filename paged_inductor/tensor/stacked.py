@@ -19,7 +19,7 @@ from .base import Handle
 from .handle import PagedTensor
 from .materialize import dense_copy, mutated
 
-__all__ = ["PagedStack"]
+__all__ = ["PagedStack", "joined", "parts"]
 
 aten = torch.ops.aten
 Meaning = Callable[..., Any]
@@ -51,7 +51,7 @@ class PagedStack(Handle):
         return _MEANINGS.get(func, _fallback)(func, *args, **(kwargs or {}))
 
     def dense(self) -> Tensor:
-        return _joined([handle.dense() for handle in self.handles], self.lead)
+        return joined([handle.dense() for handle in self.handles], self.lead)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         shape = ", ".join(map(str, self.shape))
@@ -59,7 +59,13 @@ class PagedStack(Handle):
         return f"PagedStack({facts},\n{self.dense()})"
 
 
-def _joined(values: Sequence[Tensor], lead: Sequence[int]) -> Tensor:
+def parts(value: Tensor, lead: int) -> Sequence[Tensor]:
+    """The caches behind the `lead` leading dimensions of a stack, row-major: handles, or views of a dense tensor."""
+    return value.handles if isinstance(value, PagedStack) else value.flatten(0, lead - 1).unbind()
+
+
+def joined(values: Sequence[Tensor], lead: Sequence[int]) -> Tensor:
+    """Dense tensors as one, behind the leading dimensions `lead`."""
     return torch.stack(list(values)).unflatten(0, list(lead))
 
 
@@ -68,7 +74,7 @@ def _stacked(handles: Sequence[Any], lead: Sequence[int]) -> Any:
     if not lead:
         return aten.alias.default(handles[0])
     if not all(isinstance(handle, PagedTensor) for handle in handles):
-        return _joined(handles, lead)
+        return joined(handles, lead)
     return PagedStack(handles, lead)
 
 
@@ -134,9 +140,9 @@ def _unbind(func: Any, stack: PagedStack, dim: int = 0) -> Any:
 
 @_meaning(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, stack: PagedStack, sizes: Any, dim: int = 0) -> Any:
-    parts = func(torch.arange(stack.shape[dim]), sizes, 0)
-    starts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
-    return [_along(aten.slice.Tensor, stack, dim, at, at + len(part)) for at, part in zip(starts, parts)]
+    pieces = func(torch.arange(stack.shape[dim]), sizes, 0)
+    starts = [sum(len(piece) for piece in pieces[:i]) for i in range(len(pieces))]
+    return [_along(aten.slice.Tensor, stack, dim, at, at + len(piece)) for at, piece in zip(starts, pieces)]
 
 
 @_meaning(aten.transpose.int)
@@ -208,8 +214,8 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     axis, lead = _axis(stack, dim), len(stack.lead)
     if axis < 0 or any(part.dim() != stack.dim() or part.shape[:lead] != stack.shape[:lead] for part in tensors):
         return _fallback(func, tensors, dim)
-    parts = [part.handles if isinstance(part, PagedStack) else part.flatten(0, lead - 1).unbind() for part in tensors]
-    return _stacked([func(list(own), axis) for own in zip(*parts)], stack.lead)
+    columns = (parts(part, lead) for part in tensors)
+    return _stacked([func(list(own), axis) for own in zip(*columns)], stack.lead)
 
 
 @_meaning(aten.copy_.default)
@@ -225,14 +231,14 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
 def _dense(value: Tensor, name: str) -> Tensor:
     if not isinstance(value, PagedStack):
         return value
-    return _joined([dense_copy(handle, name) for handle in value.handles], value.lead)
+    return joined([dense_copy(handle, name) for handle in value.handles], value.lead)
 
 
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """On dense copies, with what was written in place written back."""
-    parts = func.decompose(*args, **kwargs)
-    if parts is not NotImplemented:
-        return parts
+    decomposed = func.decompose(*args, **kwargs)
+    if decomposed is not NotImplemented:
+        return decomposed
     name = str(func)
     written = mutated(func, args, kwargs, PagedStack)
     copies = {id(value): _dense(value, name) for value in written}

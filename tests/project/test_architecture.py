@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "difference",
         "_errors",
     },
-    "stacked": {"passes", "tensor"},
+    "stacked": {"passes", "program", "tensor"},
     "backend": {
         "group_plan",
         "stacked",
