@@ -28,6 +28,7 @@ from .metrics import MetricsCollector, MetricsServer, serve_metrics
 from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, stats, trim
 from .patch import page, unpage
 from .persist import load, save
+from .prefetch import prefetch
 from .prefixes import register_prefix
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
@@ -71,6 +72,7 @@ __all__ = [
     "explain",
     "load",
     "page",
+    "prefetch",
     "register_prefix",
     "reset",
     "save",

@@ -39,6 +39,7 @@ COUNTERS = (
     ("evictions", "evictions", "Cached blocks that were given up."),
     ("swapped_out_blocks", "swaps_out", "Blocks moved to another tier of memory."),
     ("swapped_in_blocks", "swaps_in", "Blocks moved back."),
+    ("swapped_in_ahead_blocks", "swaps_ahead", "Blocks moved back before their step began."),
     ("swapped_out_bytes", "swap_bytes_out", "Bytes moved to another tier of memory."),
     ("swapped_in_bytes", "swap_bytes_in", "Bytes moved back."),
     ("swap_out_seconds", "swap_seconds_out", "Time that moving to another tier took."),

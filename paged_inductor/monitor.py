@@ -58,7 +58,8 @@ class Stats:
 
     Since the start or `reset()`: copies_on_write: blocks copied. materializations: dense copies made, by operation.
     prefix_queries, prefix_hits: tokens looked up among the cached prefixes, and found. evictions: cached blocks given
-    up. swaps_out, swaps_in: blocks moved, with swap_bytes_* and swap_seconds_*. preempted_steps: steps that waited for
+    up. swaps_out, swaps_in: blocks moved, with swap_bytes_* and swap_seconds_*; swaps_ahead of them came back before
+    their step began. preempted_steps: steps that waited for
     others or gave way to them. arena_growths, dense_fallbacks: how often arenas grew, and steps had to run on dense
     copies. graph_recordings: with mode="reduce-overhead", how often a step's fixed inputs were in a new place, so that
     it had to be recorded. steps: uses of the arenas: compiled steps and eager operations.
@@ -87,6 +88,7 @@ class Stats:
     evictions: int
     swaps_out: int
     swaps_in: int
+    swaps_ahead: int
     swap_bytes_out: int
     swap_bytes_in: int
     swap_seconds_out: float
@@ -111,6 +113,7 @@ _TOTALS = (
     "evictions",
     "swaps_out",
     "swaps_in",
+    "swaps_ahead",
     "swap_bytes_out",
     "swap_bytes_in",
     "swap_seconds_out",

@@ -1,21 +1,22 @@
 """The runtime: which physical block holds which token, who owns it, and how much memory that takes.
 
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
-<- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
-there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
-copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <- `manager` (steps, books)
-<- `lending` (rows of equal tokens, and
-`prefixes`, which names and finds their blocks). Beside them: `census`, `counters` and `latency` (what `stats()` says),
-`sanitizer` (debug mode), `numa` (hosts with several memory nodes).
+<- `schedule` (a view's tables as tensors for kernels), `tiers` and `disk` (memory below the arenas) <- `storage` (what
+is where) <- `swap` (blocks that go there and come back), `line` and `waiters` (who waits for memory) <- `budget` (who
+gets blocks, and at whose expense), `unshare` (what in-place writes must copy first) <- `ledger` (all groups of the
+process, and the lock) <- `views` (their making) <- `manager` (steps, books) <- `lending` (rows of equal tokens, and
+`prefixes`, which names and finds their blocks). Beside them: `transfer` (copies under way), `ahead` (what will be used
+next), `census`, `counters` and `latency` (what `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several
+memory nodes).
 """
 
-from .budget import Preempted
 from .group import CacheGroup, SiteSpec, View
 from .lending import Policy, Tokens, lend, settle
 from .manager import Manager, StepViews, manager
 from .prefixes import RowNames
 from .schedule import Schedule
 from .table import Row
+from .waiters import Preempted
 
 __all__ = [
     "CacheGroup",

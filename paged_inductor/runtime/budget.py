@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,33 +17,27 @@ from typing import TypeVar
 import torch
 
 from .._config import config
-from .._errors import KVBudgetExceeded
+from .._errors import KVBudgetExceeded, SwapError
 from .counters import Counters
 from .group import CacheGroup
-from .line import Line, Turn
 from .memory import free_bytes
 from .pool import Account, OutOfBlocks, OverQuota
 from .shortage import budget_exceeded, quota_exceeded
 from .swap import SwapSpace, missing
 from .table import Row
 from .tenants import Tenant
+from .waiters import Waiters
 
-__all__ = ["Budget", "Preempted"]
+__all__ = ["Budget"]
 
 T = TypeVar("T")
-PATIENCE = 0.05  # seconds after which a waiting step looks again, whether or not it was told to
-BEGINNING = 2.0  # seconds that a step may take from the making of its views to its beginning
-
-
-class Preempted(Exception):
-    """A step must give back what it holds and begin anew, so that others that wait for memory can go on."""
 
 
 class Budget:
     """Finds free blocks for a group, or says who holds them.
 
     Obligation for every method: the caller holds the manager's lock. `allocating` and `resizing` give it up while they
-    wait for running steps.
+    wait for running steps, and while blocks are swapped.
     """
 
     def __init__(
@@ -55,14 +48,8 @@ class Budget:
         self._idle = idle
         self._counters = counters
         self._swap = swap
-        self._line = Line()
-        self._thread = threading.local()
+        self.waiters = Waiters(groups, idle, counters)
         self._default: int | None = None
-
-    @property
-    def waiting(self) -> int:
-        """How many steps wait for memory."""
-        return len(self._line)
 
     def allocating(
         self,
@@ -83,15 +70,22 @@ class Budget:
         def wanted() -> int:
             return needed() + len(missing(rows))
 
-        turn: Turn | None = None
+        waiters = self.waiters
         collected = False
+
+        def wait() -> None:
+            waiters.wait(tenant.priority, lambda: self._exceeded(group, wanted()))
+
         try:
             while True:
-                if not self._line.first(turn) and wanted() and not self._pins()[0]:  # who has begun goes on
-                    turn = self._wait(turn, tenant.priority, group, wanted)
+                if self._swap.coming(group, rows):
+                    waiters.wait_for_others()
+                    continue
+                if wanted() and waiters.must_wait():
+                    wait()
                     continue
                 try:
-                    self._swap.back(group, missing(rows))
+                    self._swap.back(group, rows)
                     return attempt()
                 except OverQuota as over:
                     self._meet_quota(group, over.account, rows, needed() if over.account is tenant else 0)
@@ -102,25 +96,25 @@ class Budget:
                         collected = True
                         gc.collect()  # compilers leave caches of their first call in reference cycles
                         continue
-                    turn = self._wait(turn, tenant.priority, group, wanted)
+                    wait()
         finally:
-            if turn is not None:
-                self._line.leave(turn)
-                self._idle.notify_all()
+            if not waiters.restartable:  # else it has its turn until its step begins
+                waiters.leave()
 
-    @contextmanager
-    def preemptible(self) -> Iterator[None]:
-        """Inside, this thread is prepared for `Preempted`. Elsewhere it waits with whatever it holds."""
-        before = self.restartable()
-        self._thread.prepared = True
+    def fetch(self, group: CacheGroup, rows: Sequence[Row]) -> int:
+        """Bring the swapped blocks of `rows` back before they are used, at the expense of cached blocks and of colder
+        caches only; returns how many. Nothing is done while anybody waits for memory or for the arenas."""
+        if len(self.waiters) or group.resizing or self._swap.coming(group, rows):
+            return 0
+        shortage = len(missing(rows)) - group.pool.num_free
+        if shortage > 0 and self._evict(group, shortage) < shortage:
+            self._swap.out(group, len(missing(rows)) - group.pool.num_free, rows)
+        if self._swap.coming(group, rows):
+            return 0
         try:
-            yield
-        finally:
-            self._thread.prepared = before
-
-    def restartable(self) -> bool:
-        """Whether this thread is prepared for `Preempted`."""
-        return getattr(self._thread, "prepared", False)
+            return self._swap.back(group, rows)
+        except (OutOfBlocks, SwapError):  # who needs them will wait, or be told
+            return 0
 
     @contextmanager
     def resizing(self, group: CacheGroup) -> Iterator[None]:
@@ -213,6 +207,8 @@ class Budget:
             bytes_short = shortage * group.block_bytes - spare - other.pool.num_free * other.block_bytes
             if bytes_short > 0:
                 self._swap.out(other, -(-bytes_short // other.block_bytes), ())
+                if other.active or other.resizing or other.pins:  # others have begun meanwhile
+                    continue
             self._evict(other, other.pool.num_cached)
             other.compact_and_shrink()
             if self._spare(group) >= shortage * group.block_bytes:
@@ -224,44 +220,14 @@ class Budget:
         """Swap out what an account pays for until `needed` blocks, and those of the swapped blocks of `rows` that it
         pays for, are within its limit; raises `QuotaExceeded`."""
         wanted = needed + sum(group.pool.payer(block) is account for block in missing(rows))
+        moved = False
         for other in [group, *(other for other in self._groups if other is not group)]:
             excess = account.used + wanted * group.block_bytes - account.limit
             if excess <= 0:
                 return
-            self._swap.out(other, int(-(-excess // other.block_bytes)), rows, account)
-        if account.used + wanted * group.block_bytes > account.limit:
+            moved |= self._swap.out(other, int(-(-excess // other.block_bytes)), rows, account) > 0
+        if not moved and account.used + wanted * group.block_bytes > account.limit:
             raise quota_exceeded(self._groups, account, wanted * group.block_bytes)
-
-    # -- waiting ---------------------------------------------------------------------------------------------
-
-    def _wait(self, turn: Turn | None, priority: int, group: CacheGroup, wanted: Callable[[], int]) -> Turn:
-        """Wait for other steps to end. Raises `KVBudgetExceeded` if there is nothing to wait for."""
-        own, others = self._pins()
-        if not others and self._line.first(turn):
-            raise self._exceeded(group, wanted())
-        if own and self.restartable():
-            self._counters.preempted_steps += 1
-            raise Preempted
-        turn = turn or self._line.join(priority)
-        try:
-            self._idle.wait(PATIENCE)
-        except BaseException:  # interrupted: the caller may not know of its turn, and all others would wait for it
-            self._line.leave(turn)
-            raise
-        return turn
-
-    def wait_for_others(self) -> None:
-        """Let other steps go on for a moment: after `Preempted`, with everything given back."""
-        self._idle.wait(PATIENCE)
-
-    def _pins(self) -> tuple[bool, bool]:
-        """Whether this thread has views for a step that has not begun, and whether others' steps run or begin."""
-        me, now = threading.get_ident(), time.monotonic()
-        pins = [pin for group in self._groups for pin in group.pins.values()]
-        fresh = [pin for pin in pins if not pin.steps]
-        own = any(pin.maker == me for pin in fresh)
-        others = any(pin.maker != me and now - pin.since < BEGINNING for pin in fresh)
-        return own, others or any(thread != me for pin in pins for thread in pin.steps)
 
     def _exceeded(self, group: CacheGroup, wanted: int) -> KVBudgetExceeded:
         spare = max(0, self._spare(group)) // group.block_bytes

@@ -14,7 +14,8 @@ class Counters:
     """Running totals since the process started or `reset()` was called. Changed under the manager's lock.
 
     swaps_out, swaps_in: blocks moved to another tier of memory and back; swap_bytes_*, swap_seconds_*: what that moved,
-    and how long it took. prefix_queries, prefix_hits: tokens looked up among the cached prefixes, and found there.
+    and how long it took; swaps_ahead: those of swaps_in that came back before their step began. prefix_queries,
+    prefix_hits: tokens looked up among the cached prefixes, and found there.
     evictions: cached blocks without owners that were given to somebody else. preempted_steps: steps that had to wait
     for others, or to give their caches up to them. materializations: dense copies, by operation. latencies: of the
     compiled steps that succeeded.
@@ -27,6 +28,7 @@ class Counters:
     dense_fallbacks: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
+    swaps_ahead: int = 0
     swap_bytes_out: int = 0
     swap_bytes_in: int = 0
     swap_seconds_out: float = 0.0

@@ -249,8 +249,8 @@ class CacheGroup:
 
     @property
     def active(self) -> int:
-        """How often running steps use the group's views."""
-        return sum(len(pin.steps) for pin in self.pins.values())
+        """How often running steps use the group's views, and transfers its arenas."""
+        return sum(len(pin.steps) for pin in self.pins.values()) + len(self.pool.transfers)
 
     @property
     def has_dead(self) -> bool:
@@ -267,6 +267,8 @@ class CacheGroup:
         """Keep the blocks of a view that was made for a step, and those to be copied for it, until the step ends."""
         pin = self.pins.setdefault(view.serial, Pin(threading.get_ident()))
         pin.sources |= frozenset(sources)
+        for transfer in self.pool.transfers:
+            transfer.leaving.difference_update(pin.sources, *(row.blocks for row in view.rows))
 
     def unpin(self, view: View) -> None:
         """Undo `pin` for a view that no step uses."""
@@ -281,6 +283,9 @@ class CacheGroup:
             found |= pin.sources
             if serial in self.holdings:
                 found.update(block for row in self.holdings[serial].rows for block in row.blocks)
+        for transfer in self.pool.transfers:
+            found |= transfer.leaving
+            found.update(block for row in transfer.rows for block in row.blocks)
         return found
 
     def rename(self, renamed: Mapping[int, int]) -> None:
@@ -374,7 +379,8 @@ class CacheGroup:
         """Rebuild lengths, reference counts and the free list from the views' holdings and the arenas.
 
         For recovery when an asynchronous exception (KeyboardInterrupt) struck between two updates of the books. The
-        accounts' totals are wrong afterwards: the caller adds up the charges of all pools.
+        accounts' totals are wrong afterwards: the caller adds up the charges of all pools. This thread's transfers are
+        over; others' go on.
         """
         while self._graveyard:
             self.holdings.pop(self._graveyard.popleft(), None)
@@ -397,6 +403,12 @@ class CacheGroup:
         for tenant, blocks in self._blocks_by_tenant().items():
             pool.account = tenant
             pool.claim(blocks)
+        for transfer in self.pool.transfers:
+            if transfer.thread != threading.get_ident():
+                pool.transfers.add(transfer)
+                for block in transfer.coming:
+                    pool.account = self.pool.payer(block) or pool.account
+                    pool.claim([block])
         self.pool = pool
 
     def _blocks_by_tenant(self) -> dict[Tenant, list[int]]:

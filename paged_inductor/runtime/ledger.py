@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from itertools import count
 
 from .._errors import KVBudgetExceeded, SwapError
-from .budget import Budget, Preempted
+from .budget import Budget
 from .counters import Counters
 from .group import CacheGroup, SiteSpec
 from .numa import Nodes
 from .pool import Account, OutOfBlocks
 from .swap import SwapSpace
 from .tenants import Tenants
+from .waiters import Preempted
 
 __all__ = ["Ledger"]
 
@@ -32,7 +33,7 @@ class Ledger:
         self.prefixes_forgotten = 0  # how often all of them were
         self._sanitizing = False
         self.tenants = Tenants()
-        self.swap = SwapSpace(self.counters)
+        self.swap = SwapSpace(self._groups.values(), self._idle, self.counters)
         self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
         self._clock = count()
 
@@ -59,7 +60,7 @@ class Ledger:
             for group in self._groups.values():
                 group.reconcile()
             swapped = {block for group in self._groups.values() for row in group.live_rows() for block in row.blocks}
-            self.swap.reconcile(swapped)
+            self.swap.storage.reconcile(swapped)
             self._recount()
             raise
 

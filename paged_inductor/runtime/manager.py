@@ -18,10 +18,12 @@ from threading import get_ident
 
 from .._config import on_change
 from .._errors import IntegrityError
-from .group import View
-from .numa import this_host
+from .ahead import Ahead
+from .group import CacheGroup, View
+from .numa import Nodes, this_host
 from .schedule import Schedule
 from .swap import missing
+from .table import Row
 from .views import StepViews, Views
 
 __all__ = ["Manager", "StepViews", "manager"]
@@ -29,6 +31,11 @@ __all__ = ["Manager", "StepViews", "manager"]
 
 class Manager(Views):
     """Owner of all cache groups. Use the process's one from `manager()`."""
+
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        """nodes: of a host that has several memory nodes."""
+        super().__init__(nodes)
+        self._ahead = Ahead(self._fetch)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -56,6 +63,9 @@ class Manager(Views):
                     group.pins[view.serial].steps.append(me)
                     group.holdings[view.serial].used = now
                 self.counters.steps += 1
+                self._budget.waiters.leave()
+                if self.counters.swaps_out:
+                    self._ahead.began(views)
         except BaseException:
             self._leave(entered)
             with self._lock:
@@ -70,6 +80,21 @@ class Manager(Views):
         for view in views:
             pin = partial(self._pin, view, ())
             self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant)
+
+    def _fetch(self, group: CacheGroup, rows: Sequence[Row]) -> None:
+        """Bring swapped blocks of `rows` back before their step begins, if that costs nobody anything."""
+        with self.locked():
+            fetched = self._budget.fetch(group, rows)
+            if fetched:
+                self.counters.swaps_ahead += fetched
+                wanted, now = set(rows), next(self._clock)
+                for holding in group.holdings.values():
+                    if not wanted.isdisjoint(holding.rows):
+                        holding.used = now  # or they would be the coldest again
+
+    def prefetch(self, views: Sequence[View]) -> None:
+        """Have the swapped blocks of `views` brought back by another thread, as far as there is room."""
+        self._ahead.fetch(views)
 
     def end(self, views: Sequence[View]) -> None:
         """Undo `begin`: arenas may be replaced when no other step uses them, and blocks moved."""
@@ -99,7 +124,7 @@ class Manager(Views):
                         break
                 if not pin.steps:
                     del view.group.pins[view.serial]
-            if self._budget.waiting or any(view.group.resizing for view in views):
+            if len(self._budget.waiters) or any(view.group.resizing for view in views):
                 self._idle.notify_all()
 
     @property
@@ -123,12 +148,21 @@ class Manager(Views):
     def preemptible(self) -> AbstractContextManager[None]:
         """Inside, `append` and `begin` may raise `Preempted` in this thread: it then drops the views that it made,
         waits for others, and begins anew."""
-        return self._budget.preemptible()
+        return self._budget.waiters.preemptible()
+
+    def impatient(self) -> AbstractContextManager[None]:
+        """Inside, `append`, `unshare` and `begin` raise `Preempted` in this thread where they would have to wait."""
+        return self._budget.waiters.impatient()
+
+    @property
+    def restartable(self) -> bool:
+        """Whether this thread is `preemptible`."""
+        return self._budget.waiters.restartable
 
     def wait_for_others(self) -> None:
         """Let other steps go on for a moment. Obligation: this thread has dropped the views that it made."""
         with self.locked():
-            self._budget.wait_for_others()
+            self._budget.waiters.wait_for_others()
 
     def schedule(self, view: View) -> Schedule:
         """The kernels' tensors for `view`, cached with it. Obligation: a step uses it, between `begin` and `end`."""
@@ -206,7 +240,7 @@ class Manager(Views):
                 )
                 lines.append(line)
                 faults += [f"{line}: {fault}" for fault in found]
-            faults += self.swap.check(self._groups.values())
+            faults += self.swap.storage.check()
             for name, account in self.tenants.accounts().items():
                 if account.used != charged.get(account, 0):
                     faults.append(f"{name} pays for {charged.get(account, 0)} B, not {account.used}")

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from .prefixes import PrefixIndex
+from .transfer import Transfer
 
 __all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota", "Watcher"]
 
@@ -58,7 +59,18 @@ class BlockPool:
     Not thread-safe by itself: the caller holds the manager's lock.
     """
 
-    __slots__ = ("_free", "_payers", "_refs", "_swapped", "account", "block_bytes", "dropped", "index", "watcher")
+    __slots__ = (
+        "_free",
+        "_payers",
+        "_refs",
+        "_swapped",
+        "account",
+        "block_bytes",
+        "dropped",
+        "index",
+        "transfers",
+        "watcher",
+    )
 
     def __init__(self, block_bytes: int = 1) -> None:
         self._refs: list[int] = [1]  # the zero page holds itself
@@ -70,6 +82,7 @@ class BlockPool:
         self.index = PrefixIndex()
         self.watcher: Watcher | None = None
         self.dropped: list[int] = []  # swapped blocks without owners, for the swap space to forget
+        self.transfers: set[Transfer] = set()  # copies of blocks that are under way
 
     @property
     def capacity(self) -> int:
@@ -140,6 +153,8 @@ class BlockPool:
         """A block has no owners any more, and nobody pays for it."""
         self._free.append(block)
         self._charge(block, None)
+        for transfer in self.transfers:
+            transfer.leaving.discard(block)
         if self.watcher is not None:
             self.watcher.freed(block)
 
@@ -212,16 +227,31 @@ class BlockPool:
         self._refs[block] = 0
         self._put_back(block)
 
-    def reserve_for(self, swapped: int) -> int:
-        """A block for the tokens of a swapped one, charged to who paid for that; raises as `allocate`."""
-        current, self.account = self.account, self._swapped[swapped][1]
+    def reserve(self, swapped: Iterable[int]) -> dict[int, int]:
+        """Blocks for the tokens of swapped ones, each charged to who paid for that: swapped -> block, in the same order
+        as far as one account pays. Raises as `allocate`, with nothing changed."""
+        by_payer: dict[Account, list[int]] = {}
+        for each in swapped:
+            by_payer.setdefault(self._swapped[each][1], []).append(each)
+        current = self.account
+        result: dict[int, int] = {}
+        taken: list[int] = []
         try:
-            return self.allocate()
+            for self.account, members in by_payer.items():
+                first = len(taken)
+                for _ in members:
+                    taken.append(self.allocate())
+                result.update(zip(members, sorted(taken[first:])))
+        except BaseException:
+            for block in taken:
+                self.release(block)
+            raise
         finally:
             self.account = current
+        return result
 
     def swap_in(self, swapped: int, block: int) -> None:
-        """Give a swapped block's owners to `block`, from `reserve_for`."""
+        """Give a swapped block's owners to `block`, from `reserve`."""
         self._refs[block] = self._swapped.pop(swapped)[0]
 
     def move(self, source: int, target: int) -> None:

@@ -2,35 +2,31 @@
 
 A swapped block has a negative id, in the rows as in the pool. Handles and views do not change: a step that uses a view
 brings its blocks back first.
+
+The lock is given up while blocks are copied, one layer after the other, so that other threads' steps go on. What they
+change meanwhile is respected: a block on its way out that a step is about to use, or that was freed, stays where it is.
 """
 
 from __future__ import annotations
 
-import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence, Set
-from functools import partial
-from itertools import count
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
 
-from .._config import config
 from .._errors import SwapError
 from .counters import Counters
 from .group import CacheGroup, SiteSpec
-from .memory import free_bytes
 from .pool import Account
+from .storage import Storage
 from .table import Row
-from .tiers import DiskTier, Extent, HostTier, Part, Tier, TierFull
+from .tiers import Extent, Part, TierFull
+from .transfer import Transfer
 
 __all__ = ["SwapSpace", "missing"]
-
-
-class _Piece(NamedTuple):
-    extent: Extent
-    place: int
 
 
 def missing(rows: Iterable[Row]) -> list[int]:
@@ -39,15 +35,41 @@ def missing(rows: Iterable[Row]) -> list[int]:
 
 
 class SwapSpace:
-    """Where the tokens of swapped blocks are. Obligation for every method: the caller holds the manager's lock."""
+    """Moves blocks between the arenas and the storage. Obligation for every method: the caller holds the manager's
+    lock; `out` and `back` give it up while they copy."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters) -> None:
+        """groups: a live view of all groups. idle: of the manager's lock; notified when a transfer ends."""
         self._counters = counters
-        self._ids = count(1)
-        self._pieces: dict[int, _Piece] = {}
-        self._blocks: dict[Extent, set[int]] = {}  # oldest first
-        self._host, self._disk = HostTier(0), DiskTier(0, tempfile.gettempdir())
-        self._spare: int | None = None  # host memory to use for other devices, unless an option says
+        self._idle = idle
+        self.storage = Storage(groups)
+
+    @contextmanager
+    def _moving(self, group: CacheGroup, transfer: Transfer) -> Iterator[None]:
+        """Inside, the books are free for others, and the group's arenas stay where they are."""
+        try:
+            group.pool.transfers.add(transfer)
+            with self._unlocked():
+                yield
+        finally:
+            group.pool.transfers.discard(transfer)
+            self._idle.notify_all()
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self._idle.release()
+        try:
+            yield
+        finally:
+            interruption: BaseException | None = None
+            locked = False
+            while not locked:  # whoever called must find the lock held, also after Ctrl-C
+                try:
+                    locked = self._idle.acquire()
+                except BaseException as error:
+                    interruption = error
+            if interruption is not None:
+                raise interruption
 
     # -- out -------------------------------------------------------------------------------------------------
 
@@ -56,17 +78,11 @@ class SwapSpace:
 
         kept: rows that stay. payer: only blocks that this account pays for. Those of running steps stay.
         """
-        blocks = self._coldest(group, wanted, kept, payer)
-        while blocks:
-            start = time.perf_counter()
-            extent = self._store(group, blocks)
-            if extent is not None:
-                self._move(group, blocks, extent)
-                self._counters.swaps_out += len(blocks)
-                self._counters.swap_bytes_out += extent.size
-                self._counters.swap_seconds_out += time.perf_counter() - start
-                return len(blocks)
-            blocks = blocks[: len(blocks) // 2]  # what is left of the tiers may hold some of them
+        kept = list(kept)
+        while blocks := self._coldest(group, wanted, kept, payer):
+            moved = self._out(group, blocks)
+            if moved != 0:
+                return moved or 0
         return 0
 
     def _coldest(self, group: CacheGroup, wanted: int, kept: Iterable[Row], payer: Account | None) -> list[int]:
@@ -87,163 +103,124 @@ class SwapSpace:
             stop += 1
         return order[:stop]
 
-    def _store(self, group: CacheGroup, blocks: Sequence[int]) -> Extent | None:
-        """Copy blocks to the first tier that takes them; older ones make room in host memory by going to disk."""
-        on_cpu = group.sites[0].device.type == "cpu"
-        tiers = self._available(on_cpu)
-        if not tiers:
-            return None
-        index = torch.tensor(blocks, device=group.sites[0].device)
-        parts = [_part(site, arena, index) for site, arena in zip(group.sites, group.arenas)]
-        size = sum(part.size(len(blocks)) for part in parts)
-        for i, tier in enumerate(tiers):
-            if tier.used + size > tier.limit:
-                self._demote(tier, size, tiers[i + 1 :])
-            try:
-                return tier.store(parts, len(blocks), pinned=not on_cpu)
-            except TierFull:
-                continue
+    def _out(self, group: CacheGroup, blocks: list[int]) -> int | None:
+        """Move blocks to the first tier that takes them; returns how many, None if no tier takes any. It is 0 if others
+        used all of them meanwhile."""
+        while blocks:
+            start = time.perf_counter()
+            stored = self._store(group, blocks)
+            if stored is not None:
+                extent, places = stored
+                self._move(group, places, extent)
+                self._counters.swaps_out += len(places)
+                self._counters.swap_bytes_out += extent.size if places else 0
+                self._counters.swap_seconds_out += time.perf_counter() - start
+                return len(places)
+            blocks = blocks[: len(blocks) // 2]  # what is left of the tiers may hold some of them
         return None
 
-    def _available(self, on_cpu: bool) -> list[Tier]:
-        """The tiers for caches of a kind of device, fastest first, with the limits now in force."""
-        options = config()
-        limit = options.swap_host
-        if limit is None and not on_cpu:
-            if self._spare is None:
-                self._spare = free_bytes(torch.device("cpu")) // 2
-            limit = self._spare
-        self._host.limit, self._disk.limit = limit or 0, options.swap_disk
-        self._disk.folder = options.swap_dir or tempfile.gettempdir()
-        return [tier for tier in (self._host, self._disk) if tier.limit]
-
-    def _demote(self, tier: Tier, size: int, lower: Sequence[Tier]) -> None:
-        """Make room in a tier: its oldest extents move to the next."""
-        for extent in [extent for extent in self._blocks if extent.tier is tier]:
-            if tier.used + size <= tier.limit or not lower:
-                return
-            ids = sorted(self._blocks[extent], key=lambda block: self._pieces[block].place)
-            places = [self._pieces[block].place for block in ids]
-            contents = [extent.read(site, places) for site in range(extent.sites)]  # host memory: views of it
-            parts = [Part(tuple(value.shape[1:]), value.dtype, partial(_copy, value)) for value in contents]
+    def _store(self, group: CacheGroup, blocks: Iterable[int]) -> tuple[Extent, dict[int, int]] | None:
+        """Copy blocks to the first tier that takes them: the extent, and the places of those that nobody used since."""
+        order = sorted(blocks)  # memory is read faster in its order
+        index = torch.tensor(order, device=group.sites[0].device)
+        parts = [_part(site, arena, index) for site, arena in zip(group.sites, group.arenas)]
+        for extent in self.storage.rooms(group, parts, len(order), self._moving):
+            transfer = Transfer((extent,), leaving=set(order))
             try:
-                moved = lower[0].store(parts, len(places))
+                with self._moving(group, transfer):
+                    extent.fill(parts)
             except TierFull:
-                return
-            self._register(ids, moved)
-            self._close(extent)
+                self.storage.close(extent)
+                continue
+            refcount = group.pool.refcount  # a cached block has no owners
+            return extent, {b: i for i, b in enumerate(order) if b in transfer.leaving and refcount(b)}
+        return None
 
-    def _move(self, group: CacheGroup, blocks: Sequence[int], extent: Extent) -> None:
+    def _move(self, group: CacheGroup, places: Mapping[int, int], extent: Extent) -> None:
         """Let the rows see swapped blocks in the place of those that were stored."""
-        renamed = {block: -next(self._ids) for block in blocks}
-        self._register(list(renamed.values()), extent)
+        renamed = {block: self.storage.new_id() for block in places}
+        self.storage.add(extent, {renamed[block]: place for block, place in places.items()})
         group.rename(renamed)
-        for block, swapped in renamed.items():
+        for block, swapped in reversed(renamed.items()):  # the lowest is handed out first then
             group.pool.swap_out(block, swapped)
+        self.storage.close_unused()
 
     # -- back ------------------------------------------------------------------------------------------------
 
-    def back(self, group: CacheGroup, ids: Sequence[int]) -> None:
-        """Bring swapped blocks back into the arenas.
+    @staticmethod
+    def coming(group: CacheGroup, rows: Iterable[Row]) -> bool:
+        """Whether another thread is bringing back what rows lack."""
+        transfers = group.pool.transfers
+        return bool(transfers) and not {
+            swapped for transfer in transfers for swapped in transfer.coming.values()
+        }.isdisjoint(missing(rows))
+
+    def back(self, group: CacheGroup, rows: Sequence[Row]) -> int:
+        """Bring the swapped blocks of `rows` back into the arenas; returns how many.
 
         Raises `OutOfBlocks` or `OverQuota` if there is no room, `SwapError` if their tokens cannot be read; they stay
-        swapped then.
+        swapped then. Obligation: not `coming`.
         """
+        ids = missing(rows)
         if not ids:
-            return
+            return 0
         start = time.perf_counter()
-        renamed: dict[int, int] = {}
-        pool = group.pool
+        by_extent: dict[Extent, list[int]] = {}
+        for swapped in ids:
+            by_extent.setdefault(self.storage.piece(swapped).extent, []).append(swapped)
+        for members in by_extent.values():
+            members.sort(key=lambda swapped: self.storage.piece(swapped).place)
+        blocks = group.pool.reserve([swapped for members in by_extent.values() for swapped in members])
+        tasks = [
+            (extent, [self.storage.piece(swapped).place for swapped in members], [blocks[s] for s in members])
+            for extent, members in by_extent.items()
+        ]
+        transfer = Transfer(tuple(by_extent), rows, coming={block: swapped for swapped, block in blocks.items()})
         try:
-            for swapped in ids:
-                renamed[swapped] = pool.reserve_for(swapped)
-            size = self._read(group, renamed)
+            with self._moving(group, transfer):
+                size = sum(_read(group, *task) for task in tasks)
         except BaseException as error:
-            for block in renamed.values():
-                pool.release(block)
+            for block in blocks.values():
+                group.pool.release(block)
+            self.storage.close_unused()
             if isinstance(error, SwapError):
                 raise SwapError(
                     f"{len(ids)} swapped block(s) of a cache could not be brought back: {error}. That cache is lost: "
                     "drop it and compute it again; all others are intact"
                 ) from error
             raise
-        group.rename(renamed)
-        for swapped, block in renamed.items():
-            pool.swap_in(swapped, block)
-            self._forget(swapped)
-        self._counters.swaps_in += len(ids)
+        arrived = {swapped: block for swapped, block in blocks.items() if group.pool.refcount(swapped)}
+        group.rename(arrived)
+        for swapped, block in blocks.items():
+            if swapped in arrived:
+                group.pool.swap_in(swapped, block)
+            else:  # its last owner has gone
+                group.pool.release(block)
+        self.storage.forget(arrived)
+        self.storage.close_unused()
+        self._counters.swaps_in += len(arrived)
         self._counters.swap_bytes_in += size
         self._counters.swap_seconds_in += time.perf_counter() - start
-
-    def _read(self, group: CacheGroup, renamed: dict[int, int]) -> int:
-        """Copy the contents of swapped blocks into those that take their places, layer by layer."""
-        by_extent: dict[Extent, list[tuple[int, int]]] = {}
-        for swapped, block in renamed.items():
-            extent, place = self._pieces[swapped]
-            by_extent.setdefault(extent, []).append((place, block))
-        size = 0
-        for extent, pairs in by_extent.items():
-            pairs.sort()
-            places, blocks = [place for place, _ in pairs], [block for _, block in pairs]
-            index = torch.tensor(blocks, device=group.sites[0].device)
-            for i, (site, arena) in enumerate(zip(group.sites, group.arenas)):
-                values = extent.read(i, places)
-                size += values.nbytes
-                site.put(arena, index, values)
-        return size
-
-    # -- books -----------------------------------------------------------------------------------------------
-
-    def _register(self, ids: Sequence[int], extent: Extent) -> None:
-        self._blocks[extent] = set(ids)
-        for place, swapped in enumerate(ids):
-            self._pieces[swapped] = _Piece(extent, place)
-
-    def _forget(self, swapped: int) -> None:
-        extent, _ = self._pieces.pop(swapped)
-        blocks = self._blocks[extent]
-        blocks.discard(swapped)
-        if not blocks:
-            self._close(extent)
-
-    def _close(self, extent: Extent) -> None:
-        del self._blocks[extent]
-        extent.close()
+        return len(arrived)
 
     def forget_dropped(self, group: CacheGroup) -> None:
         """Forget the swapped blocks that no row of a group has any more."""
         dropped = group.pool.dropped
         while dropped:
-            self._forget(dropped.pop())
+            self.storage.forget([dropped.pop()])
 
-    def reconcile(self, alive: Set[int]) -> None:
-        """Keep the swapped blocks that are `alive`, and nothing else: after the books were rebuilt."""
-        self._pieces = {swapped: piece for swapped, piece in self._pieces.items() if swapped in alive}
-        kept: dict[Extent, set[int]] = {extent: set() for extent in self._blocks}
-        for swapped, (extent, _) in self._pieces.items():
-            kept.setdefault(extent, set()).add(swapped)
-        for extent, blocks in kept.items():
-            if not blocks:
-                extent.close()
-        self._blocks = {extent: blocks for extent, blocks in kept.items() if blocks}
-        for tier in (self._host, self._disk):
-            tier.used = sum(extent.size for extent in self._blocks if extent.tier is tier)
 
-    def used(self) -> dict[str, int]:
-        """Bytes in each tier."""
-        return {tier.name: tier.used for tier in (self._host, self._disk)}
-
-    def check(self, groups: Iterable[CacheGroup]) -> list[str]:
-        """Inconsistencies between the swapped blocks of all groups and what is stored, as sentences."""
-        known = sum(group.pool.num_swapped for group in groups)
-        faults = []
-        if known != len(self._pieces):
-            faults.append(f"{known} blocks are swapped, but {len(self._pieces)} are stored")
-        for tier in (self._host, self._disk):
-            size = sum(extent.size for extent in self._blocks if extent.tier is tier)
-            if size != tier.used:
-                faults.append(f"the {tier.name} tier holds {size} B of extents, but counts {tier.used}")
-        return faults
+def _read(group: CacheGroup, extent: Extent, places: Sequence[int], blocks: Sequence[int]) -> int:
+    """Copy the contents of an extent's places into blocks, layer by layer; returns the bytes."""
+    index = torch.tensor(blocks, device=group.sites[0].device)
+    size = 0
+    with closing(extent.read(places)) as contents:
+        for site, arena, values in zip(group.sites, group.arenas, contents):
+            size += values.nbytes
+            site.put(arena, index, values)
+        if index.device.type != "cpu":  # `values` is used again: no copy may be under way
+            torch.accelerator.current_stream(index.device).synchronize()
+    return size
 
 
 def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:
@@ -257,7 +234,3 @@ def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:
                 values.copy_(stored.index_select(0, index))
 
     return Part(tuple(stored.shape[1:]), stored.dtype, gather)
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)

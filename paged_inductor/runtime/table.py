@@ -38,7 +38,7 @@ class Row:
     noted them; None without one.
     """
 
-    __slots__ = ("away", "blocks", "length", "live", "names", "stamps")
+    __slots__ = ("__weakref__", "away", "blocks", "length", "live", "names", "stamps")
 
     def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
         self.blocks = blocks
@@ -209,9 +209,10 @@ def check_rows(rows: Sequence[Row], pool: BlockPool, block_size: int) -> list[st
         if pool.refcount(block) != count:
             faults.append(f"block {block} is in {count} row(s) but has {pool.refcount(block)} owners")
     swapped = sum(block < 0 for block in owners)
-    if len(owners) - swapped != pool.num_used or swapped != pool.num_swapped:
+    coming = sum(len(transfer.coming) for transfer in pool.transfers)
+    if len(owners) - swapped + coming != pool.num_used or swapped != pool.num_swapped:
         faults.append(
             f"{pool.num_used} blocks are used and {pool.num_swapped} swapped, but live rows hold "
-            f"{len(owners) - swapped} and {swapped}"
+            f"{len(owners) - swapped} and {swapped}, and transfers {coming}"
         )
     return faults

@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count as counter
+from typing import TypeVar
 
 from .. import ops
 from .._errors import PoolMismatchError
-from ..runtime import Row, StepViews, View, manager
+from ..runtime import Preempted, Row, StepViews, View, manager
 
 __all__ = [
+    "allocating",
     "append_view",
     "can_merge",
     "crop",
@@ -31,6 +33,7 @@ __all__ = [
     "written",
 ]
 
+T = TypeVar("T")
 _REMEMBERED = 8  # distinct children of one view that are still looked for
 _cells = counter()
 
@@ -158,7 +161,23 @@ def append_view(view: View, site: int, count: int) -> StepViews:
             ops.execute_copies(view.group.arenas, step.copies)
         return step.view
 
-    return StepViews(_child(view, site, ("append", count), make), [])
+    return StepViews(allocating(lambda: _child(view, site, ("append", count), make)), [])
+
+
+def allocating(make: Callable[[], T]) -> T:
+    """`make()`, which allocates blocks while it holds `locked`. It does not wait for memory with that, which others may
+    need to end their steps: it begins anew then, or the step does of which it is a part."""
+    runtime = manager()
+    in_step = runtime.restartable
+    with runtime.preemptible():
+        while True:
+            try:
+                with locked, runtime.impatient():
+                    return make()
+            except Preempted:
+                if in_step:
+                    raise
+            runtime.wait_for_others()
 
 
 def filled(view: View, site: int) -> None:

@@ -150,7 +150,8 @@ def _write(view: View, site: int, first: int, count: int, values: Tensor) -> Non
 def own_pages(view: View, first: int, stop: int) -> None:
     """Make the blocks of logical positions `first .. stop-1` private to `view` and its aliases."""
     group = view.group
-    with derive.locked:
+
+    def own() -> None:
         tasks = []
         for members, pad in zip(derive.places(view), view.pads):
             if stop > max(pad, first):
@@ -161,6 +162,8 @@ def own_pages(view: View, first: int, stop: int) -> None:
             with manager().using(step.view):
                 ops.execute_copies(group.arenas, step.copies)
             manager().rebind(group, step.view, moves)
+
+    derive.allocating(own)
 
 
 @handles(aten.zero_.default)

@@ -16,8 +16,9 @@ from torch import Tensor
 import paged_inductor
 from paged_inductor import KVBudgetExceeded, QuotaExceeded, SwapError, configure, tenant
 from paged_inductor._config import reset_config
-from paged_inductor.runtime import CacheGroup, manager
+from paged_inductor.runtime import CacheGroup, SiteSpec, manager
 from paged_inductor.runtime.pool import BlockPool
+from paged_inductor.runtime.storage import Storage
 from paged_inductor.runtime.swap import SwapSpace
 
 from .zoo import Decoder, Form, generate
@@ -131,7 +132,7 @@ def test_a_faulty_swap_file_is_an_error_of_its_cache_alone(fault: str) -> None:
         expected, _, _ = continued(model, model(second, None)[1], second[:, -1:], 4)
         _, past = model(first, None)
         assert swap_everything_out()
-        extent = next(iter(manager().swap._blocks))
+        extent = next(iter(manager().swap.storage._blocks))
         number = extent._file.fileno()  # type: ignore[attr-defined]
         if fault == "changed":
             os.pwrite(number, b"\x55", 100)
@@ -156,11 +157,17 @@ def test_a_faulty_swap_file_is_an_error_of_its_cache_alone(fault: str) -> None:
 OUT = [
     (SwapSpace, "_store"),
     (SwapSpace, "_move"),
-    (SwapSpace, "_register"),
+    (Storage, "add"),
     (CacheGroup, "rename"),
     (BlockPool, "swap_out"),
 ]
-BACK = [(BlockPool, "reserve_for"), (SwapSpace, "_read"), (CacheGroup, "rename"), (BlockPool, "swap_in")]
+BACK = [
+    (BlockPool, "reserve"),
+    (BlockPool, "allocate"),
+    (SiteSpec, "put"),
+    (CacheGroup, "rename"),
+    (BlockPool, "swap_in"),
+]
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -189,7 +196,7 @@ def check_interruption(where: type, name: str, done: bool, swapped: bool) -> Non
 
         def struck(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
-            if len(calls) == 2 or where is not BlockPool:  # of several calls, the second
+            if len(calls) == 2 or where is not BlockPool or name == "reserve":  # of several calls, the second
                 if done:
                     original(*args, **kwargs)
                 raise KeyboardInterrupt
@@ -202,7 +209,7 @@ def check_interruption(where: type, name: str, done: bool, swapped: bool) -> Non
         assert swap_everything_out() == 3
         assert all(torch.equal(tensor.dense(), value) for tensor, value in zip(tensors, values, strict=True))
     del past, tensors
-    assert manager().swap.used() == {"host": 0, "disk": 0}
+    assert manager().swap.storage.used() == {"host": 0, "disk": 0}
 
 
 def test_sixteen_threads_under_a_budget_for_four() -> None:
@@ -277,9 +284,25 @@ def test_killing_the_process_leaves_no_files(tmp_path: Any) -> None:
     with torch.no_grad():
         _, past = model(prompts(1)[0], None)
     assert swap_everything_out()
-    assert manager().swap.used()["disk"] > 0
+    assert manager().swap.storage.used()["disk"] > 0
     assert os.listdir(tmp_path) == []
     del past
+
+
+def test_prefetch() -> None:
+    model = paged_model()
+    configure(swap_host="1GiB")
+    with torch.no_grad():
+        _, past = model(prompts(1)[0], None)
+        expected = [tensor.dense() for pair in past for tensor in pair]
+        assert swap_everything_out() == 3
+        paged_inductor.prefetch({"cache": past})
+        manager()._ahead._executor.submit(lambda: None).result()
+        assert paged_inductor.stats().swapped_blocks == 0
+        assert paged_inductor.stats().swaps_ahead == 3
+        assert all(torch.equal(a.dense(), b) for a, b in zip([t for pair in past for t in pair], expected))
+    with pytest.raises(paged_inductor.UnsupportedInputError, match=r"got list.*pass what a paged model returned"):
+        paged_inductor.prefetch([torch.zeros(2)])
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "identity": set(),
     "saved": {"_config", "_errors"},
     "persist": {"identity", "runtime", "saved", "tensor", "_errors"},
+    "prefetch": {"runtime", "tensor", "_errors"},
     "tenancy": {"runtime", "_config", "_errors"},
     "patch": {"backend", "compiling", "reuse", "_errors"},
     "monitor": {"runtime", "reports", "_config"},

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paged_inductor.runtime.pool import ZERO_BLOCK, BlockPool, OutOfBlocks
+from paged_inductor.runtime.transfer import Transfer
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -113,3 +114,14 @@ def test_check_finds_damage(damage: object, message: str) -> None:
     assert pool.check() == []
     damage(pool)  # type: ignore[operator]
     assert message in "; ".join(pool.check())
+
+
+def test_a_freed_block_is_no_longer_on_its_way_out() -> None:
+    """Else its next owner's tokens would be taken for those that were copied."""
+    pool = BlockPool()
+    pool.grow(4)
+    first, second = pool.allocate(), pool.allocate()
+    transfer = Transfer(leaving={first, second})
+    pool.transfers.add(transfer)
+    pool.release(first)
+    assert transfer.leaving == {second}

@@ -106,6 +106,27 @@ def test_a_step_that_holds_blocks_is_preempted(runtime: Manager) -> None:
         assert len(second.rows[0].blocks) == 2
 
 
+def test_a_preempted_step_keeps_its_turn(runtime: Manager) -> None:
+    configure(kv_budget=8 * BLOCK, swap_host="1GiB")
+    small, large = (runtime.group(sites, 16) for sites in SITES)
+    end = running_elsewhere(runtime, runtime.create(large, 1, 48, "other").view)
+    with runtime.preemptible():
+        first = runtime.create(small, 1, 16, "mine").view
+        with pytest.raises(Preempted):
+            runtime.create(large, 1, 32, "mine, too")
+        del first
+        made: list[View] = []
+        later = threading.Thread(target=lambda: made.append(runtime.create(small, 1, 16, "later").view))
+        later.start()
+        time.sleep(0.1)
+        assert not made  # there is room, but this thread came first
+        end.set()
+        mine = runtime.create(large, 1, 16, "mine").view
+        with runtime.using(mine):
+            later.join(10)
+            assert made
+
+
 def test_swapped_blocks_come_back_before_a_step_and_stay_while_it_runs(runtime: Manager) -> None:
     configure(kv_budget=4 * BLOCK, swap_host="1GiB")
     group = runtime.group(SITES[0], 16)
@@ -134,7 +155,7 @@ def test_interrupted_while_waiting_for_memory_it_leaves_the_line(runtime: Manage
         runtime.create(group, 1, 1, "interrupted")
     end.set()
     del held
-    assert runtime._budget.waiting == 0
+    assert len(runtime._budget.waiters) == 0
 
 
 @pytest.mark.parametrize("name", ["_collect", "_leave"])

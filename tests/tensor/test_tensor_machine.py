@@ -87,6 +87,7 @@ class TensorMachine(RuleBasedStateMachine):
         inference=st.booleans(),
     )
     def begin(self, axes: str, block_size: int, layers: int, value_dim: int, inference: bool) -> None:
+        self.inference = inference
         self.mode = torch.inference_mode(inference)  # outside it, torch keeps alive what a tensor is a view of
         self.mode.__enter__()
         self.axes, self.block_size, self.layers, self.value_dim = axes, block_size, layers, value_dim

@@ -1,0 +1,63 @@
+"""Fetching ahead: swapped blocks come back while an earlier step runs.
+
+A thread that uses caches in turn will probably use them in the same order again: whatever followed a cache the last
+time is brought back as soon as that cache is used. Callers who know better say so: see `prefetch`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary, ref
+
+from .group import CacheGroup, View
+from .swap import missing
+from .table import Row
+
+__all__ = ["Ahead"]
+
+_Rows = tuple[tuple[CacheGroup, tuple["ref[Row]", ...]], ...]
+
+
+class Ahead:
+    """Knows the order in which caches are used, and has the next one fetched by a thread of its own."""
+
+    def __init__(self, fetch: Callable[[CacheGroup, Sequence[Row]], None]) -> None:
+        """fetch: brings the swapped blocks of rows of a group back, if that costs nobody anything."""
+        self._fetch = fetch
+        self._executor = ThreadPoolExecutor(1, "paged_inductor_fetch")
+        self._next: WeakKeyDictionary[Row, _Rows] = WeakKeyDictionary()
+        self._thread = threading.local()
+
+    def began(self, views: Sequence[View]) -> None:
+        """A step of this thread begins with `views`. Obligation: the caller holds the manager's lock."""
+        lead = next((row for view in views for row in view.rows), None)
+        last: ref[Row] | None = getattr(self._thread, "last", None)
+        previous = last() if last is not None else None
+        if lead is None or lead is previous:
+            return
+        self._thread.last = ref(lead)
+        if previous is not None:
+            self._next[previous] = _rows(views)
+        following = self._next.get(lead)
+        if following is not None:
+            self._submit(following)
+
+    def fetch(self, views: Iterable[View]) -> None:
+        """Have the swapped blocks of `views` brought back soon."""
+        self._submit(_rows(views))
+
+    def _submit(self, rows: _Rows) -> None:
+        if any((row := each()) is not None and row.away for _, members in rows for each in members):
+            self._executor.submit(self._run, rows)
+
+    def _run(self, rows: _Rows) -> None:
+        for group, members in rows:
+            alive = [row for each in members if (row := each()) is not None]
+            if missing(alive):
+                self._fetch(group, alive)
+
+
+def _rows(views: Iterable[View]) -> _Rows:
+    return tuple((view.group, tuple(ref(row) for row in dict.fromkeys(view.rows))) for view in views)

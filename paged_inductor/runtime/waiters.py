@@ -1,0 +1,124 @@
+"""Steps that wait for memory: who waits, who goes first, and who has to give back what it holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from .counters import Counters
+from .group import CacheGroup
+from .line import Line, Turn
+
+__all__ = ["Preempted", "Waiters"]
+
+PATIENCE = 0.05  # seconds after which a waiting step looks again, whether or not it was told to
+BEGINNING = 2.0  # seconds that a step may take from the making of its views to its beginning
+
+
+class Preempted(Exception):
+    """A step must give back what it holds and begin anew, so that others that wait for memory can go on."""
+
+
+class Waiters:
+    """The steps that wait for memory. Obligation for every method but `preemptible` and `impatient`: the caller holds
+    the manager's lock, which is given up while it waits."""
+
+    def __init__(self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters) -> None:
+        """groups: a live view of all groups. idle: of the manager's lock; notified when steps or transfers end."""
+        self._groups = groups
+        self._idle = idle
+        self._counters = counters
+        self._line = Line()
+        self._thread = threading.local()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    # -- the current thread ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def preemptible(self) -> Iterator[None]:
+        """Inside, this thread is prepared for `Preempted`, and keeps its turn when it is; else it waits with whatever
+        it holds."""
+        before = self.restartable
+        self._thread.prepared = True
+        try:
+            yield
+        finally:
+            self._thread.prepared = before
+            if not before and self._turn is not None:
+                with self._idle:
+                    self.leave()
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Inside, this thread is preempted where it would have to wait: others need what it holds to end."""
+        before = self._impatient
+        self._thread.impatient = True
+        try:
+            yield
+        finally:
+            self._thread.impatient = before
+
+    @property
+    def restartable(self) -> bool:
+        """Whether this thread is prepared for `Preempted`."""
+        return getattr(self._thread, "prepared", False)
+
+    @property
+    def _impatient(self) -> bool:
+        return getattr(self._thread, "impatient", False)
+
+    @property
+    def _turn(self) -> Turn | None:
+        return getattr(self._thread, "turn", None)
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def must_wait(self) -> bool:
+        """Whether it is another step's turn. Who has views for a step already goes on, to give them back soon."""
+        return not self._line.first(self._turn) and not self._pins()[0]
+
+    def wait(self, priority: int, exceeded: Callable[[], Exception]) -> None:
+        """Wait for other steps to end. Raises `exceeded()` if there is nothing to wait for, or `Preempted`."""
+        own, others = self._pins()
+        if not others and self._line.first(self._turn):
+            raise exceeded()
+        if self._turn is None:
+            self._thread.turn = self._line.join(priority)
+        if own and self.restartable:
+            self._counters.preempted_steps += 1
+            raise Preempted
+        if self._impatient:
+            raise Preempted
+        try:
+            self._idle.wait(PATIENCE)
+        except BaseException:  # interrupted: the caller may not know of its turn, and all others would wait for it
+            self.leave()
+            raise
+
+    def wait_for_others(self) -> None:
+        """Let other steps or transfers go on for a moment."""
+        self._idle.wait(PATIENCE)
+
+    def leave(self) -> None:
+        """This thread waits no more."""
+        turn = self._turn
+        if turn is not None:
+            self._thread.turn = None
+            self._line.leave(turn)
+            self._idle.notify_all()
+
+    def _pins(self) -> tuple[bool, bool]:
+        """Whether this thread has views for a step that has not begun, and whether others' steps run or begin, or
+        their transfers are under way."""
+        me, now = threading.get_ident(), time.monotonic()
+        pins = [pin for group in self._groups for pin in group.pins.values()]
+        fresh = [pin for pin in pins if not pin.steps]
+        own = any(pin.maker == me for pin in fresh)
+        others = any(pin.maker != me and now - pin.since < BEGINNING for pin in fresh)
+        busy = [thread for pin in pins for thread in pin.steps]
+        busy += [transfer.thread for group in self._groups for transfer in group.pool.transfers]
+        return own, others or any(thread != me for thread in busy)
