@@ -13,6 +13,10 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 import paged_inductor
@@ -188,12 +192,37 @@ def test_registered_prefixes() -> None:
     with tenant("none"):
         assert pair.generate(mine)[1] == 0
     assert paged_inductor.register_prefix(pair.paged, system) == 32
-    with pytest.raises(paged_inductor.PrefixError, match="pass tokenizer"):
-        paged_inductor.register_prefix(pair.paged, "You are")  # type: ignore[arg-type]
     with pytest.raises(paged_inductor.PrefixError, match="none of these 9 tokens can be kept"):
         paged_inductor.register_prefix(pair.paged, tokens(9))
     with pytest.raises(paged_inductor.PrefixError, match=r"of shape \[2, 40\]"):
         paged_inductor.register_prefix(pair.paged, system.repeat(2, 1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_is_registered_as_the_ids_of_prompts_that_begin_with_it() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    words = {"<s>": 1, **{f"w{i}": i for i in range(2, 60)}}
+    slow = Tokenizer(WordLevel(words, unk_token="<s>"))
+    slow.pre_tokenizer = Whitespace()
+    slow.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=slow)
+    system = " ".join(f"w{i}" for i in range(2, 41))
+    prompt = fast(system + " w50 w51", return_tensors="pt").input_ids
+    assert prompt[0, :3].tolist() == [1, 2, 3]  # with the special token
+    for passed, tokenizer in [
+        (system, fast),
+        (system, slow),  # has `encode` only, which returns an object
+        (system, fast.encode),
+        (fast(system), None),
+        (fast(system, return_tensors="pt"), None),
+    ]:
+        paged_inductor.reset()
+        assert paged_inductor.register_prefix(pair.paged, passed, tokenizer=tokenizer) == 32
+        with tenant("system"):
+            assert pair.generate(prompt)[1] == 32
+    with pytest.raises(paged_inductor.PrefixError, match="got text, and no tokenizer"):
+        paged_inductor.register_prefix(pair.paged, system)
 
 
 def test_loops_that_pass_the_whole_prompt_share_the_memory(decoder: tuple[Decoder, Decoder]) -> None:
