@@ -131,6 +131,62 @@ def test_generate_with_attention_written_by_hand() -> None:
         assert [pair.generate(tokens(43))[1] for _ in range(2)] == [0, 42]
 
 
+def answer(model: Any, ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    """All tokens of an ordinary loop around a model of transformers, and its cache."""
+    with torch.no_grad():
+        out = model(ids, *args, **options)
+        cache = out.past_key_values
+        for _ in range(6):
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], 1)
+            out = model(token, past_key_values=cache)
+            assert out.past_key_values is cache
+    return ids, cache
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{"use_cache": True}, {}, {"attention_mask": torch.ones(1, 43, dtype=torch.int64)}])
+def test_a_loop_whose_model_makes_the_cache_does_not_compute_what_is_cached(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    found = []
+    with tenant("tenant"):
+        for prompt in (tokens(43), tokens(43), torch.cat([tokens(21), tokens(22, 1)], 1)):
+            before = hits()
+            got, cache = answer(pair.paged, prompt, logits_to_keep=1, **options)
+            expected, other = answer(pair.dense, prompt, logits_to_keep=1, **options)
+            assert torch.equal(got, expected)
+            assert type(cache) is type(other) and len(cache.layers) == 2
+            found.append(hits() - before)
+            queried = paged_inductor.stats().prefix_queries
+            del cache
+        assert found == [0, 42, 21]
+        assert paged_inductor.stats().blocks_used == 0  # the empty cache that is kept holds nothing
+        if options:  # every logit is wanted, or no cache
+            for others in ({}, {"logits_to_keep": 1, "use_cache": False}):
+                got = pair.paged(tokens(43), **{**options, **others})
+                torch.testing.assert_close(got.logits, pair.dense(tokens(43), **{**options, **others}).logits)
+            assert paged_inductor.stats().prefix_queries == queried
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_empty_cache_without_layers_is_filled() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    prompt = tokens(43)
+    with tenant("tenant"):
+        for expected in (0, 42, 42):
+            before = hits()
+            got, cache = answer(pair.paged, prompt, None, None, transformers.DynamicCache(), logits_to_keep=1)
+            assert torch.equal(got, answer(pair.dense, prompt)[0])
+            assert hits() - before == expected
+        pair.paged.model.layers[0].self_attn.scaling = pair.dense.model.layers[0].self_attn.scaling = 3.0
+        cache = transformers.DynamicCache()
+        got, _ = answer(pair.paged, prompt, past_key_values=cache, logits_to_keep=1)  # begun anew
+        assert torch.equal(got, answer(pair.dense, prompt)[0])
+        assert cache.get_seq_length() == 49 and len(cache.layers) == 2
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_generate_with_padding() -> None:
     torch.manual_seed(0)
