@@ -1,6 +1,7 @@
 """The runtime: which physical block holds which token, who owns it, and how much memory that takes.
 
-`pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
+`pool` (ids and reference counts) <- `table` (rows of blocks) <- `policy` (who shares), `tails` (what of a dropped row
+is kept) <- `group` (arenas behind the ids, and views of rows)
 <- `schedule` (a view's tables as tensors for kernels), `tiers` (memory below the arenas) <- `swap` (blocks that are
 there), `line` (who waits) <- `budget` (who gets blocks, and at whose expense), `unshare` (what in-place writes must
 copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <- `manager` (steps, books)
@@ -11,8 +12,9 @@ copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (th
 
 from .budget import Preempted
 from .group import CacheGroup, SiteSpec, View
-from .lending import Policy, Tokens, lend, settle
+from .lending import Tokens, lend, settle
 from .manager import Manager, StepViews, manager
+from .policy import Policy
 from .prefixes import RowNames
 from .schedule import Schedule
 from .table import Row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,6 +122,48 @@ def test_generate_does_not_compute_what_is_cached() -> None:
         assert pair.generate(prompt, num_beams=2)[1] == 2 * 42
         options = {"output_hidden_states": True}  # all positions are asked for
         assert pair.generate(prompt, **options)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_partly_filled_block_of_a_dropped_cache_is_found() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    with tenant("tenant"):
+        first = pair.generate(tokens(37))[0]
+        said = first.sequences  # 43 tokens, of which the last one was not given to the model
+        last = blocks(first.past_key_values)[0][2]
+        del first
+        books = paged_inductor.stats()
+        assert (books.blocks_used, books.cached_blocks) == (0, 3)
+        again, found = pair.generate(torch.cat([said, tokens(9, 1)], 1))
+        assert found == 42
+        assert blocks(again.past_key_values)[0][2] != last  # it was copied, not written to
+        assert pair.generate(torch.cat([said[:, :40], tokens(9, 2)], 1))[1] == 40  # and still says what it said
+        assert pair.generate(torch.cat([tokens(32), tokens(5, 3)], 1))[1] == 32
+        assert pair.generate(said.repeat(2, 1))[1] == 2 * 42
+        del again
+        before = paged_inductor.stats().cached_blocks
+        assert pair.generate(torch.cat([said, tokens(9, 1)], 1))[1] == 51
+        assert paged_inductor.stats().cached_blocks == before  # what is known is not kept twice
+    with tenant("system"):
+        assert pair.generate(said)[1] == 0
+    assert paged_inductor.stats().cached_blocks == before
+    paged_inductor.check_integrity()
+    paged_inductor.reset()
+    assert paged_inductor.stats().cached_blocks == 0
+
+
+def test_nothing_is_known_after_a_reset(decoder: tuple[Decoder, Decoder]) -> None:
+    _, paged = decoder
+    with tenant("tenant"):
+        _, past = generate(paged, tokens(40), 1)
+        _, other = generate(paged, tokens(40, 1), 1)
+        del other
+        gc.collect()
+        assert paged_inductor.stats().cached_blocks == 3
+        paged_inductor.reset()
+        del past
+        assert paged_inductor.stats().cached_blocks == 0
 
 
 @pytest.mark.filterwarnings("ignore")
