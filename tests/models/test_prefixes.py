@@ -377,7 +377,20 @@ def test_salts_and_policies_separate_tenants(decoder: tuple[Decoder, Decoder]) -
     size = kept[0][0][0][0]._view.group.block_bytes
     used = [who.used // size for _, who in kept]
     assert used == [3, 3, 1, 1, 3, 3, 3]  # two blocks are charged to nobody in particular
-    assert manager().tenants.common.used == 2 * size
+    books = paged_inductor.stats()
+    assert manager().tenants.common.used == books.bytes_common == 2 * size
+    parts = [books.tenants[who.name].bytes_common for _, who in kept]
+    assert parts == [0, 0, size, size, 0, 0, 0]  # charged once, fairly
+    samples = {
+        sample.labels.get("tenant"): sample.value
+        for family in paged_inductor.MetricsCollector().collect()
+        for sample in family.samples
+        if sample.name == "paged_inductor_tenant_common_bytes"
+    }
+    assert [samples[who.name] for _, who in kept] == parts
+    alone = kept.pop(3)[1].name
+    assert paged_inductor.stats().tenants[alone].bytes_common == 0
+    assert paged_inductor.stats().tenants[kept[2][1].name].bytes_common == 2 * size  # whoever is left has it all
 
 
 @pytest.mark.filterwarnings("ignore")
