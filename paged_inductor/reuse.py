@@ -17,7 +17,7 @@ from torch import Tensor
 from . import dynamic_caches
 from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers
 from .runtime import CacheGroup, Policy, View, lend, manager
-from .sharing import Loan, Sharer, StalePrefix, learner, loans, registering, row_tokens
+from .sharing import Loan, Sharer, StalePrefix, group_root, learner, loans, registering, row_tokens
 
 __all__ = ["Reuse"]
 
@@ -153,7 +153,8 @@ class Reuse:
         if root is None or prompts is None:
             return None
         longest = ids.shape[1] - kwargs["logits_to_keep"]
-        return lend(manager(), known.groups, root, prompts, longest, policy, "a cached prompt")
+        roots = [group_root(root, g) for g in range(len(known.groups))]
+        return lend(manager(), known.groups, roots, prompts, longest, policy, "a cached prompt")
 
 
 def _rest(kwargs: Mapping[str, Any], length: int) -> dict[str, Any]:

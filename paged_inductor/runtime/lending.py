@@ -105,17 +105,19 @@ def _replace(manager: Manager, group: CacheGroup, row: Row, j: int, block: int, 
 def lend(
     manager: Manager,
     groups: Sequence[CacheGroup],
-    root: bytes,
+    roots: Sequence[bytes],
     prompts: Sequence[Tokens],
     longest: int,
     policy: Policy,
     label: str,
 ) -> list[View] | None:
     """Views, one of each group, of the tokens that all `prompts`, the rows of a batch, find in the index: as many from
-    the first on as every row does, but at most `longest`. None if that is none."""
+    the first on as every row does, but at most `longest`. None if that is none. roots: of the groups."""
     tenant = manager.tenants.current()
     with manager.locked():
-        rows = [[_find(group, root, prompt, longest, policy) for prompt in prompts] for group in groups]
+        rows = [
+            [_find(group, root, prompt, longest, policy) for prompt in prompts] for group, root in zip(groups, roots)
+        ]
         length = min(found.length for group_rows in rows for found in group_rows)
         manager.counters.prefix_queries += sum(min(len(prompt.ids), longest) for prompt in prompts)
         if length <= 0:

@@ -242,6 +242,28 @@ def test_generate_with_padding() -> None:
         assert pair.generate(batch, attention_mask=mask)[1] == 2 * 32
 
 
+def gemma3() -> transformers.PreTrainedModel:
+    """A layer with a window and one without: two groups of equal layers, whose blocks come from one pool."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8}
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**COMMON, **sizes, **heads, layer_types=layers)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_of_two_groups_do_not_take_each_others_blocks() -> None:
+    torch.manual_seed(0)
+    pair = Pair(gemma3())
+    kept = []
+    with tenant("tenant"):
+        for _ in range(2):
+            kept.append(pair.generate(tokens(40))[0].past_key_values)
+    first, second = ([layer.keys._view.rows[0].blocks for layer in cache.layers] for cache in kept)
+    assert first[1][:2] == second[1][:2]  # the layer that keeps all shares its full blocks
+    assert not set(first[0]) & {*first[1], *second[1]}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_other_weights_are_another_model() -> None:
     torch.manual_seed(0)
