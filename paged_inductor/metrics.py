@@ -27,6 +27,7 @@ GAUGES = (
     ("used_bytes", "bytes_used", "Bytes of the blocks that hold tokens."),
     ("reserved_bytes", "bytes_reserved", "Bytes of all arenas."),
     ("wasted_bytes", "bytes_wasted", "Bytes of the used blocks in which no live token is."),
+    ("common_bytes", "bytes_common", "Bytes of the used blocks that several tenants share and none pays for."),
     ("utilization_ratio", "utilization", "Bytes of live tokens by bytes of used blocks."),
     ("tokens", "tokens", "Live tokens, shared ones counted once."),
     ("sequences", "sequences", "Live sequences."),
@@ -108,17 +109,19 @@ class MetricsCollector:
     def _tenants(self, now: Stats) -> Iterator[Any]:
         blocks = self._gauge("tenant_blocks", "Blocks that a tenant pays for.", "tenant")
         size = self._gauge("tenant_used_bytes", "Bytes that a tenant pays for.", "tenant")
+        common = self._gauge("tenant_common_bytes", "A tenant's part of what several tenants share.", "tenant")
         quota = self._gauge("tenant_quota_bytes", "Bytes that a tenant may hold, if that is limited.", "tenant")
         swapped = self._gauge("tenant_swapped_bytes", "Bytes of a tenant in another tier of memory.", "tenant")
         steps = self._counter("tenant_steps", "Compiled steps that a tenant ran.", "tenant")
         for name, tenant in now.tenants.items():
             blocks.add_metric([name], tenant.blocks_used)
             size.add_metric([name], tenant.bytes_used)
+            common.add_metric([name], tenant.bytes_common)
             swapped.add_metric([name], tenant.swapped_bytes)
             steps.add_metric([name], tenant.steps)
             if tenant.quota is not None:
                 quota.add_metric([name], tenant.quota)
-        yield from (blocks, size, quota, swapped, steps)
+        yield from (blocks, size, common, quota, swapped, steps)
 
     def _latencies(self, now: Stats) -> Iterator[Any]:
         labels = ("program", "tenant")

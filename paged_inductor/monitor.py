@@ -8,7 +8,7 @@ from typing import Any
 from . import reports
 from ._config import reset_config
 from .runtime import Manager, manager
-from .runtime.census import Holdings, census, held_by, sequences
+from .runtime.census import Holdings, census, held_by, parts_of, sequences
 
 __all__ = ["Stats", "StepLatency", "TenantStats", "check_integrity", "reset", "stats", "trim"]
 
@@ -17,12 +17,15 @@ __all__ = ["Stats", "StepLatency", "TenantStats", "check_integrity", "reset", "s
 class TenantStats:
     """What one tenant holds.
 
-    blocks_used, bytes_used: what it pays for (a shared block has one payer). quota: bytes that it may hold; None for no
-    limit. swapped_blocks, swapped_bytes: in another tier. steps: compiled steps that it ran.
+    blocks_used, bytes_used: what it pays for (a shared block has one payer). bytes_common: its part of the blocks that
+    several tenants share and none of them pays for: each block is divided evenly among those that have it. quota:
+    bytes that it may pay for; None for no limit. swapped_blocks, swapped_bytes: in another tier. steps: compiled steps
+    that it ran.
     """
 
     blocks_used: int
     bytes_used: int
+    bytes_common: int
     quota: int | None
     swapped_blocks: int
     swapped_bytes: int
@@ -54,7 +57,8 @@ class Stats:
     tokens: live tokens, shared ones counted once. sequences: live rows. running_steps: steps under way.
     bytes_used, bytes_reserved, bytes_budget: bytes of the used blocks, of all arenas, and what the arenas may take
     (None if that is not decided yet). bytes_wasted: bytes of the used blocks in which no live token is. utilization:
-    bytes of live tokens / bytes_used (1.0 when nothing is used).
+    bytes of live tokens / bytes_used (1.0 when nothing is used). bytes_common: of bytes_used, those that several
+    tenants share and none of them pays for.
 
     Since the start or `reset()`: copies_on_write: blocks copied. materializations: dense copies made, by operation.
     prefix_queries, prefix_hits: tokens looked up among the cached prefixes, and found. evictions: cached blocks given
@@ -81,6 +85,7 @@ class Stats:
     bytes_budget: int | None
     bytes_wasted: int
     utilization: float
+    bytes_common: int
     copies_on_write: int
     materializations: dict[str, int]
     prefix_queries: int
@@ -155,6 +160,7 @@ def stats() -> Stats:
             bytes_used=bytes_used,
             bytes_budget=runtime.budget_bytes,
             bytes_wasted=bytes_used - bytes_live,
+            bytes_common=runtime.tenants.common.used,
             utilization=bytes_live / bytes_used if bytes_used else 1.0,
             materializations=dict(runtime.counters.materializations),
             **{name: getattr(runtime.counters, name) for name in _TOTALS},
@@ -175,12 +181,14 @@ def _latencies(runtime: Manager) -> list[StepLatency]:
 
 def _tenants(runtime: Manager, latencies: list[StepLatency]) -> dict[str, TenantStats]:
     held = held_by(runtime.groups)
+    common = parts_of(runtime.tenants.common, runtime.groups)
     found = {}
     for tenant in runtime.tenants.all():
         holdings = held.get(tenant, Holdings())
         found[tenant.name] = TenantStats(
             blocks_used=holdings.blocks,
             bytes_used=tenant.used,
+            bytes_common=round(common.get(tenant, 0)),
             quota=None if tenant.limit == float("inf") else int(tenant.limit),
             swapped_blocks=holdings.swapped_blocks,
             swapped_bytes=holdings.swapped_bytes,

@@ -30,7 +30,7 @@ class PagedForward:
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(module.forward)
         self._call: Any = None
-        self._reuse = Reuse()
+        self._reuse = Reuse(self.__signature__)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,30 @@ from .sharing import Registration, registering
 __all__ = ["register_prefix"]
 
 
-def register_prefix(model: Callable[..., Any], tokens: Tensor | Sequence[int], **kwargs: Any) -> int:
+def register_prefix(
+    model: Callable[..., Any],
+    tokens: Tensor | Sequence[int] | Mapping[str, Any] | str,
+    *,
+    tokenizer: Any = None,
+    **kwargs: Any,
+) -> int:
     """Compute the keys and values of `tokens`, such as a system prompt, and keep them for all tenants of the same salt
     whose `share` is "system", "tenant" or "global". Returns how many tokens are kept: whole blocks only.
 
     model: paged by `page`, or compiled with this backend. It is called as its users' prompts will be: by
     `model.generate` for one token, if it has that, else as `model(ids, **kwargs)` with `ids` of shape [1, n]. tokens:
-    the ids, of one sequence. They stay until memory is short and no other cached block is left, or until `reset()`;
-    registering them again keeps them, too.
+    of one sequence: the ids, what a tokenizer made of a text, or a text, of which `tokenizer` (called, or its `encode`)
+    makes the ids. They stay until memory is short and no other cached block is left, or until `reset()`; registering
+    them again keeps them, too.
 
-    Raises `PrefixError` if nothing could be kept; `explain(model)` says why.
+    What is found are ids, not words: those registered must be the first ones of the users' prompts. So a text gets the
+    special tokens that `tokenizer(text)` adds, as prompts do that are made by `tokenizer(prompt)`; of prompts that
+    `tokenizer.apply_chat_template` makes, pass the ids that it gives for the system message alone. Tokens that the
+    prompts go on with in another way, such as an end-of-text mark or half a word, cost nothing but themselves.
+
+    Raises `PrefixError` if nothing could be kept (`explain(model)` says why), or for a text without a tokenizer.
     """
-    if isinstance(tokens, str):
-        raise PrefixError("register_prefix() takes token ids, but got text: pass tokenizer(text).input_ids")
-    ids = torch.as_tensor(tokens)
-    ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or ids.shape[0] != 1 or ids.is_floating_point():
-        raise PrefixError(
-            f"register_prefix() takes the ids of one sequence, but got a tensor of shape {list(ids.shape)}"
-        )
+    ids = _ids_of_one(tokens, tokenizer)
     registration = Registration()
     token = registering.set(registration)
     try:
@@ -50,3 +55,23 @@ def register_prefix(model: Callable[..., Any], tokens: Tensor | Sequence[int], *
             "or its keys and values do not depend on the tokens alone; explain(model) says which"
         )
     return registration.tokens
+
+
+def _ids_of_one(tokens: Any, tokenizer: Any) -> Tensor:
+    """The ids [1, n] of one sequence."""
+    if isinstance(tokens, str):
+        if tokenizer is None:
+            raise PrefixError(
+                "register_prefix() got text, and no tokenizer that makes ids of it: pass tokenizer=..., the one that "
+                "makes the users' prompts, or the ids themselves"
+            )
+        tokens = tokenizer(tokens) if callable(tokenizer) else tokenizer.encode(tokens)
+    if isinstance(tokens, Mapping):
+        tokens = tokens["input_ids"]
+    ids = torch.as_tensor(getattr(tokens, "ids", tokens))  # an Encoding of the package tokenizers has `ids`
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.is_floating_point():
+        raise PrefixError(
+            f"register_prefix() takes the ids of one sequence, but got a tensor of shape {list(ids.shape)}"
+        )
+    return ids

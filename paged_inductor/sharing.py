@@ -20,7 +20,18 @@ from .weights import Weights
 if TYPE_CHECKING:
     from .group_plan import GroupPlan
 
-__all__ = ["Learner", "Loan", "Registration", "Sharer", "StalePrefix", "learner", "loans", "registering", "row_tokens"]
+__all__ = [
+    "Learner",
+    "Loan",
+    "Registration",
+    "Sharer",
+    "StalePrefix",
+    "group_root",
+    "learner",
+    "loans",
+    "registering",
+    "row_tokens",
+]
 
 
 class StalePrefix(Exception):
@@ -98,57 +109,57 @@ class Sharer:
         if self.root(args, views[0].tenant.salt) != root:  # the weights were written to meanwhile
             return
         starts = not plans[0].inputs
-        size = views[0].group.block_size
-        names = self._extended(args, root, views, views[0].length - plans[0].count(args), starts)
-        if names is None:
+        if not starts and all(row.names is None for view in views for row in view.rows):
             return
-        for view in views:
+        old = views[0].length - plans[0].count(args)
+        tokens = self._tokens(args, old)
+        if tokens is None:
+            return
+        for g, view in enumerate(views):
+            names = self._extended(tokens, group_root(root, g), view, old, starts)
             settle(manager(), view, names, policy)
-        if registration is not None:
-            registration.tokens = max(registration.tokens, *(len(known.digests) * size for known in names if known))
+            if registration is not None:
+                lengths = (len(known.digests) * view.group.block_size for known in names if known)
+                registration.tokens = max(registration.tokens, *lengths, 0)
         if starts and policy.shares and (who := learner.get()) is not None:
             who.learn(self, args, views)
 
-    def _extended(
-        self, args: Sequence[Any], root: bytes, views: Sequence[View], old: int, starts: bool
-    ) -> list[RowNames | None] | None:
-        """The names of all tokens of each row, of which the first `old` should be known."""
-        size = views[0].group.block_size
-        before = [self._known(views, i, root, old, starts) for i in range(len(views[0].rows))]
-        if not any(before):
-            return None
+    def _tokens(self, args: Sequence[Any], old: int) -> list[Tokens] | None:
+        """The new tokens of each row, the first of which is token `old`."""
         mask = args[self._mask] if self._mask is not None else None
-        new = row_tokens(
+        return row_tokens(
             args[self._ids], [args[i] for i in self._positions], [args[i] for i in self._others], mask, old
         )
-        if new is None:
-            return None
+
+    def _extended(
+        self, new: Sequence[Tokens], root: bytes, view: View, old: int, starts: bool
+    ) -> list[RowNames | None]:
+        """The names of all tokens of each row, of which the first `old` should be known."""
+        size = view.group.block_size
         names: list[RowNames | None] = []
-        for known, tokens in zip(before, new):
+        for row, tokens in zip(view.rows, new):
+            known = RowNames(root) if starts else row.names
             hidden = tuple(at for at in tokens.hidden if at < old)
-            if known is None or hidden != known.hidden:
+            if known is None or known.root != root or known.length(size) != old or hidden != known.hidden:
                 names.append(None)
                 continue
             later = [at for at in tokens.hidden if at >= old]
             names.append(known.extended(tokens.ids, tokens.deviations, later, size))
         return names
 
-    @staticmethod
-    def _known(views: Sequence[View], i: int, root: bytes, old: int, starts: bool) -> RowNames | None:
-        """The names of the first `old` tokens of batch row `i`, if all groups agree on them."""
-        if starts:
-            return RowNames(root)
-        first = views[0].rows[i].names
-        if first is None or first.root != root or first.length(views[0].group.block_size) != old:
-            return None
-        return first if all(view.rows[i].names == first for view in views[1:]) else None
-
     def confirm(self, args: Sequence[Any], views: Sequence[View]) -> bool:
         """Whether this graph would have computed these views' tokens in the same way."""
         root = self.root(args, manager().tenants.current().salt)
         return root is not None and all(
-            row.names is not None and row.names.root == root for view in views for row in view.rows
+            row.names is not None and row.names.root == group_root(root, g)
+            for g, view in enumerate(views)
+            for row in view.rows
         )
+
+
+def group_root(root: bytes, g: int) -> bytes:
+    """What names of blocks in the `g`-th group of a graph begin with: groups of equal layers have one pool."""
+    return root if g == 0 else sha256(root + g.to_bytes(4, "little")).digest()
 
 
 def row_tokens(

@@ -72,9 +72,8 @@ class _Proof:
             except NotShared as reason:
                 flows.values[node] = reason
         digests = []
-        for site in self.state.sites:
-            flow = self.attend.stored(site)
-            digests.append(digest(site.axes, flow.digest))
+        for g, group in enumerate(self.state.groups):
+            digests += [digest(g, site.axes, self.attend.stored(site).digest) for site in group.sites]
         return self._sharing(digest(*digests))
 
     def _sharing(self, how: bytes) -> Sharing:

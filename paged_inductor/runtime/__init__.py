@@ -1,18 +1,19 @@
 """The runtime: which physical block holds which token, who owns it, and how much memory that takes.
 
-`pool` (ids and reference counts) <- `table` (rows of blocks) <- `group` (arenas behind the ids, and views of rows)
-<- `schedule` (a view's tables as tensors for kernels), `tiers` and `disk` (memory below the arenas) <- `storage` (what
-is where) <- `swap` (blocks that go there and come back), `line` and `waiters` (who waits for memory) <- `budget` (who
-gets blocks, and at whose expense), `unshare` (what in-place writes must copy first) <- `ledger` (all groups of the
-process, and the lock) <- `views` (their making) <- `manager` (steps, books) <- `lending` (rows of equal tokens, and
-`prefixes`, which names and finds their blocks). Beside them: `transfer` (copies under way), `ahead` (what will be used
-next), `census`, `counters` and `latency` (what `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several
-memory nodes).
+`pool` (ids and reference counts) <- `table` (rows of blocks) <- `policy` (who shares), `tails` (what of a dropped row
+is kept) <- `group` (arenas behind the ids, and views of rows) <- `schedule` (a view's tables as tensors for kernels),
+`tiers` and `disk` (memory below the arenas) <- `storage` (what is where) <- `swap` (blocks that go and come back),
+`line` and `waiters` (who waits for memory) <- `budget` (who gets blocks, and at whose expense), `unshare` (what
+in-place writes must copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <-
+`manager` (steps, books) <- `lending` (rows of equal tokens, and `prefixes`, which names and finds their blocks). Beside them:
+`transfer` (copies under way), `ahead` (what will be used next), `census`, `counters` and `latency` (what `stats()`
+says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
 from .group import CacheGroup, SiteSpec, View
-from .lending import Policy, Tokens, lend, settle
+from .lending import Tokens, lend, settle
 from .manager import Manager, StepViews, manager
+from .policy import Policy
 from .prefixes import RowNames
 from .schedule import Schedule
 from .table import Row

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from .group import CacheGroup
 from .pool import Account
 from .table import Row
+from .tenants import Tenant
 
-__all__ = ["Census", "Holdings", "census", "held_by", "sequences"]
+__all__ = ["Census", "Holdings", "census", "held_by", "parts_of", "sequences"]
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,22 @@ def held_by(groups: Iterable[CacheGroup]) -> dict[Account, Holdings]:
             holdings = found.setdefault(account, Holdings())
             holdings.swapped_blocks += count
             holdings.swapped_bytes += count * size
+    return found
+
+
+def parts_of(common: Account, groups: Iterable[CacheGroup]) -> dict[Tenant, float]:
+    """Each tenant's part of the bytes that `common` pays for: a block is divided evenly among the tenants that have it.
+    The caller holds the manager's lock."""
+    found: dict[Tenant, float] = {}
+    if not common.used:
+        return found
+    for group in groups:
+        users: dict[int, set[Tenant]] = {}
+        for holding in group.holdings.values():
+            for block in {block for row in holding.rows for block in row.blocks if block > 0}:
+                if group.pool.payer(block) is common:
+                    users.setdefault(block, set()).add(holding.tenant)
+        for tenants in users.values():
+            for tenant in tenants:
+                found[tenant] = found.get(tenant, 0) + group.block_bytes / len(tenants)
     return found

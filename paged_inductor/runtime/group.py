@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from .numa import Nodes, touch
+from .policy import Policy
 from .pool import BlockPool
 from .sanitizer import Sanitizer, Stack
 from .table import Row, check_rows, register, unregister
+from .tails import keep_tail
 from .tenants import Tenant
 
 if TYPE_CHECKING:
@@ -237,15 +239,23 @@ class CacheGroup:
         self._on_death()
 
     def drain(self) -> None:
-        """Release what dead views held."""
+        """Release what dead views held; blocks that are known stay as cached."""
         graveyard = self._graveyard
         while graveyard:
             serial = graveyard.popleft()
             self.pins.pop(serial, None)
             holding = self.holdings.pop(serial, None)
             if holding is not None:  # None: its making was interrupted
+                policy = Policy.of(holding.tenant)
                 for row, length in zip(holding.rows, holding.lengths):
+                    keep_tail(row, length, self.pool, policy, self.block_size)
                     unregister(row, length, self.pool, self.block_size)
+
+    def forget_names(self) -> None:
+        """Nothing is known of any block's tokens any more."""
+        self.pool.forget_names()
+        for row in self.live_rows():
+            row.names = None
 
     @property
     def active(self) -> int:

@@ -6,20 +6,18 @@ names. Before a prompt is computed, `lend` makes a view of what of it is there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .group import CacheGroup, View
 from .manager import Manager
+from .policy import SYSTEM, Policy
 from .pool import OverQuota
 from .prefixes import BlockName, RowNames, child_digest, encode_key
 from .table import Row, register
 from .tenants import Tenant
 
-__all__ = ["SYSTEM", "Policy", "Tokens", "lend", "settle"]
-
-SYSTEM = "system"
-GLOBAL = "global"
+__all__ = ["Tokens", "lend", "settle"]
 
 
 @dataclass(frozen=True)
@@ -30,36 +28,6 @@ class Tokens:
     ids: Sequence[int]
     deviations: Mapping[int, bytes] = field(default_factory=dict)
     hidden: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Whose blocks may be shared. scopes: where blocks are looked for, in this order. own: where new ones are entered,
-    or None. salt: part of every name. priority: of the blocks, when it comes to eviction."""
-
-    scopes: tuple[Hashable, ...] = ()
-    own: Hashable = None
-    salt: bytes = b""
-    priority: float = 0
-
-    @classmethod
-    def of(cls, tenant: Tenant, registering: bool = False) -> Policy:
-        """What a tenant says. registering: its prefixes are to be found by all that share "system"."""
-        mine, priority = ("tenant", tenant.name), float(tenant.priority)
-        if registering:
-            return cls((SYSTEM, mine), SYSTEM, tenant.salt, float("inf"))
-        if tenant.share == "system":
-            return cls((SYSTEM,), None, tenant.salt, priority)
-        if tenant.share == "tenant":
-            return cls((SYSTEM, mine), mine, tenant.salt, priority)
-        if tenant.share == "global":
-            return cls((SYSTEM, mine, GLOBAL), GLOBAL, tenant.salt, priority)
-        return cls(salt=tenant.salt)
-
-    @property
-    def shares(self) -> bool:
-        """Whether anything is shared across calls."""
-        return bool(self.scopes)
 
 
 def settle(manager: Manager, view: View, names: Sequence[RowNames | None], policy: Policy) -> None:
@@ -137,17 +105,19 @@ def _replace(manager: Manager, group: CacheGroup, row: Row, j: int, block: int, 
 def lend(
     manager: Manager,
     groups: Sequence[CacheGroup],
-    root: bytes,
+    roots: Sequence[bytes],
     prompts: Sequence[Tokens],
     longest: int,
     policy: Policy,
     label: str,
 ) -> list[View] | None:
     """Views, one of each group, of the tokens that all `prompts`, the rows of a batch, find in the index: as many from
-    the first on as every row does, but at most `longest`. None if that is none."""
+    the first on as every row does, but at most `longest`. None if that is none. roots: of the groups."""
     tenant = manager.tenants.current()
     with manager.locked():
-        rows = [[_find(group, root, prompt, longest, policy) for prompt in prompts] for group in groups]
+        rows = [
+            [_find(group, root, prompt, longest, policy) for prompt in prompts] for group, root in zip(groups, roots)
+        ]
         length = min(found.length for group_rows in rows for found in group_rows)
         manager.counters.prefix_queries += sum(min(len(prompt.ids), longest) for prompt in prompts)
         if length <= 0:

@@ -218,7 +218,7 @@ class Manager(Views):
         """
         with self.locked():
             for group in self._groups.values():
-                group.pool.forget_names()
+                group.forget_names()
                 if not group.active and not group.resizing:
                     group.shrink()
             self.prefixes_forgotten += 1

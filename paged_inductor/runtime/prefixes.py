@@ -1,8 +1,9 @@
-"""Names of full blocks, and the index that finds a block by its name, in plain Python.
+"""Names of blocks, and the index that finds a block by its name, in plain Python.
 
 A full block's *digest* is SHA-256 over its parent's digest and its key: the token ids in it, and whatever else enters
 the model at their positions. The first parent, the *root*, stands for everything that does not belong to a position:
-the model, its weights, a salt. So equal digests mean equal K and V, up to rounding.
+the model, its weights, a salt. So equal digests mean equal K and V, up to rounding. A *tail*, the last block of a cache
+that was dropped, may have fewer tokens than a block, and is named alike.
 """
 
 from __future__ import annotations
@@ -47,13 +48,20 @@ def child_digest(parent: bytes, key: bytes) -> bytes:
 
 
 class BlockName(NamedTuple):
-    """What the index knows of a block. scope: who may find it. priority: who is evicted last: higher is more."""
+    """What the index knows of a block. scope: who may find it. priority: who is evicted last: higher is more. tail: it
+    is not full: only its first tokens are known, and it goes before all others."""
 
     scope: Hashable
     digest: bytes
     parent: bytes
     key: bytes
     priority: float
+    tail: bool = False
+
+    @property
+    def worth(self) -> float:
+        """Cached blocks of the least worth are evicted first."""
+        return float("-inf") if self.tail else self.priority
 
 
 class RowNames(NamedTuple):
@@ -120,7 +128,7 @@ class PrefixIndex:
         self._found: dict[Hashable, dict[bytes, int]] = {}
         self._names: dict[int, BlockName] = {}
         self._children: dict[tuple[Hashable, bytes], dict[int, None]] = {}
-        self._cached: dict[float, dict[int, None]] = {}  # by priority, the least recently used first
+        self._cached: dict[float, dict[int, None]] = {}  # by worth, the least recently used first
 
     def __contains__(self, block: int) -> bool:
         """Whether the block has a name: its tokens must stay as they are."""
@@ -155,7 +163,7 @@ class PrefixIndex:
         for scope in scopes:
             for block in islice(reversed(self._children.get((scope, parent), {})), _CHILDREN_TRIED):
                 key = self._names[block].key
-                if len(key) != block_size * _ID_BYTES:
+                if len(key) > block_size * _ID_BYTES:
                     continue
                 same = 0
                 for a, b in zip(array("q", key), ids):
@@ -212,21 +220,22 @@ class PrefixIndex:
         name = self._names.get(block)
         if name is None:
             return False
-        self._cached.setdefault(name.priority, {})[block] = None
+        self._cached.setdefault(name.worth, {})[block] = None
         return True
 
     def unpark(self, block: int) -> None:
         """A cached block gets an owner, or is about to be forgotten."""
-        priority = self._names[block].priority
-        cached = self._cached[priority]
+        worth = self._names[block].worth
+        cached = self._cached[worth]
         del cached[block]
         if not cached:
-            del self._cached[priority]
+            del self._cached[worth]
 
     def cached(self) -> Iterator[int]:
-        """The cached blocks, in the order in which they should go: by priority, then the least recently used."""
-        for priority in sorted(self._cached):
-            yield from self._cached[priority]
+        """The cached blocks, in the order in which they should go: tails, then by priority, then the least recently
+        used."""
+        for worth in sorted(self._cached):
+            yield from self._cached[worth]
 
     def evict(self) -> int | None:
         """Forget the cached block that is worth least, and no other block's parent if there is such a one; None if

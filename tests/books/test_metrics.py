@@ -70,6 +70,7 @@ def check(found: Samples, now: Stats) -> None:
     for name, who in now.tenants.items():
         assert value("tenant_blocks", tenant=name) == who.blocks_used
         assert value("tenant_used_bytes", tenant=name) == who.bytes_used
+        assert value("tenant_common_bytes", tenant=name) == who.bytes_common
         assert value("tenant_swapped_bytes", tenant=name) == who.swapped_bytes
         assert value("tenant_steps_total", tenant=name) == who.steps
     for latency in now.latencies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,10 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 import paged_inductor
@@ -120,11 +125,109 @@ def test_generate_does_not_compute_what_is_cached() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_partly_filled_block_of_a_dropped_cache_is_found() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    with tenant("tenant"):
+        first = pair.generate(tokens(37))[0]
+        said = first.sequences  # 43 tokens, of which the last one was not given to the model
+        last = blocks(first.past_key_values)[0][2]
+        del first
+        books = paged_inductor.stats()
+        assert (books.blocks_used, books.cached_blocks) == (0, 3)
+        again, found = pair.generate(torch.cat([said, tokens(9, 1)], 1))
+        assert found == 42
+        assert blocks(again.past_key_values)[0][2] != last  # it was copied, not written to
+        assert pair.generate(torch.cat([said[:, :40], tokens(9, 2)], 1))[1] == 40  # and still says what it said
+        assert pair.generate(torch.cat([tokens(32), tokens(5, 3)], 1))[1] == 32
+        assert pair.generate(said.repeat(2, 1))[1] == 2 * 42
+        del again
+        before = paged_inductor.stats().cached_blocks
+        assert pair.generate(torch.cat([said, tokens(9, 1)], 1))[1] == 51
+        assert paged_inductor.stats().cached_blocks == before  # what is known is not kept twice
+    with tenant("system"):
+        assert pair.generate(said)[1] == 0
+    assert paged_inductor.stats().cached_blocks == before
+    paged_inductor.check_integrity()
+    paged_inductor.reset()
+    assert paged_inductor.stats().cached_blocks == 0
+
+
+def test_nothing_is_known_after_a_reset(decoder: tuple[Decoder, Decoder]) -> None:
+    _, paged = decoder
+    with tenant("tenant"):
+        _, past = generate(paged, tokens(40), 1)
+        _, other = generate(paged, tokens(40, 1), 1)
+        del other
+        gc.collect()
+        assert paged_inductor.stats().cached_blocks == 3
+        paged_inductor.reset()
+        del past
+        assert paged_inductor.stats().cached_blocks == 0
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_generate_with_attention_written_by_hand() -> None:
     torch.manual_seed(0)
     pair = Pair(gpt2())
     with tenant("tenant"):
         assert [pair.generate(tokens(43))[1] for _ in range(2)] == [0, 42]
+
+
+def answer(model: Any, ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    """All tokens of an ordinary loop around a model of transformers, and its cache."""
+    with torch.no_grad():
+        out = model(ids, *args, **options)
+        cache = out.past_key_values
+        for _ in range(6):
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], 1)
+            out = model(token, past_key_values=cache)
+            assert out.past_key_values is cache
+    return ids, cache
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{"use_cache": True}, {}, {"attention_mask": torch.ones(1, 43, dtype=torch.int64)}])
+def test_a_loop_whose_model_makes_the_cache_does_not_compute_what_is_cached(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    found = []
+    with tenant("tenant"):
+        for prompt in (tokens(43), tokens(43), torch.cat([tokens(21), tokens(22, 1)], 1)):
+            before = hits()
+            got, cache = answer(pair.paged, prompt, logits_to_keep=1, **options)
+            expected, other = answer(pair.dense, prompt, logits_to_keep=1, **options)
+            assert torch.equal(got, expected)
+            assert type(cache) is type(other) and len(cache.layers) == 2
+            found.append(hits() - before)
+            queried = paged_inductor.stats().prefix_queries
+            del cache
+        assert found == [0, 42, 21]
+        assert paged_inductor.stats().blocks_used == 0  # the empty cache that is kept holds nothing
+        if options:  # every logit is wanted, or no cache
+            for others in ({}, {"logits_to_keep": 1, "use_cache": False}):
+                got = pair.paged(tokens(43), **{**options, **others})
+                torch.testing.assert_close(got.logits, pair.dense(tokens(43), **{**options, **others}).logits)
+            assert paged_inductor.stats().prefix_queries == queried
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_empty_cache_without_layers_is_filled() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    prompt = tokens(43)
+    with tenant("tenant"):
+        for expected in (0, 42, 42):
+            before = hits()
+            got, cache = answer(pair.paged, prompt, None, None, transformers.DynamicCache(), logits_to_keep=1)
+            assert torch.equal(got, answer(pair.dense, prompt)[0])
+            assert hits() - before == expected
+        pair.paged.model.layers[0].self_attn.scaling = pair.dense.model.layers[0].self_attn.scaling = 3.0
+        cache = transformers.DynamicCache()
+        got, _ = answer(pair.paged, prompt, past_key_values=cache, logits_to_keep=1)  # begun anew
+        assert torch.equal(got, answer(pair.dense, prompt)[0])
+        assert cache.get_seq_length() == 49 and len(cache.layers) == 2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -137,6 +240,28 @@ def test_generate_with_padding() -> None:
         mask[0, :5] = 0
         assert pair.generate(batch, attention_mask=mask)[1] == 0
         assert pair.generate(batch, attention_mask=mask)[1] == 2 * 32
+
+
+def gemma3() -> transformers.PreTrainedModel:
+    """A layer with a window and one without: two groups of equal layers, whose blocks come from one pool."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 8}
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(**COMMON, **sizes, **heads, layer_types=layers)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_of_two_groups_do_not_take_each_others_blocks() -> None:
+    torch.manual_seed(0)
+    pair = Pair(gemma3())
+    kept = []
+    with tenant("tenant"):
+        for _ in range(2):
+            kept.append(pair.generate(tokens(40))[0].past_key_values)
+    first, second = ([layer.keys._view.rows[0].blocks for layer in cache.layers] for cache in kept)
+    assert first[1][:2] == second[1][:2]  # the layer that keeps all shares its full blocks
+    assert not set(first[0]) & {*first[1], *second[1]}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -188,12 +313,37 @@ def test_registered_prefixes() -> None:
     with tenant("none"):
         assert pair.generate(mine)[1] == 0
     assert paged_inductor.register_prefix(pair.paged, system) == 32
-    with pytest.raises(paged_inductor.PrefixError, match="pass tokenizer"):
-        paged_inductor.register_prefix(pair.paged, "You are")  # type: ignore[arg-type]
     with pytest.raises(paged_inductor.PrefixError, match="none of these 9 tokens can be kept"):
         paged_inductor.register_prefix(pair.paged, tokens(9))
     with pytest.raises(paged_inductor.PrefixError, match=r"of shape \[2, 40\]"):
         paged_inductor.register_prefix(pair.paged, system.repeat(2, 1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_is_registered_as_the_ids_of_prompts_that_begin_with_it() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    words = {"<s>": 1, **{f"w{i}": i for i in range(2, 60)}}
+    slow = Tokenizer(WordLevel(words, unk_token="<s>"))
+    slow.pre_tokenizer = Whitespace()
+    slow.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=slow)
+    system = " ".join(f"w{i}" for i in range(2, 41))
+    prompt = fast(system + " w50 w51", return_tensors="pt").input_ids
+    assert prompt[0, :3].tolist() == [1, 2, 3]  # with the special token
+    for passed, tokenizer in [
+        (system, fast),
+        (system, slow),  # has `encode` only, which returns an object
+        (system, fast.encode),
+        (fast(system), None),
+        (fast(system, return_tensors="pt"), None),
+    ]:
+        paged_inductor.reset()
+        assert paged_inductor.register_prefix(pair.paged, passed, tokenizer=tokenizer) == 32
+        with tenant("system"):
+            assert pair.generate(prompt)[1] == 32
+    with pytest.raises(paged_inductor.PrefixError, match="got text, and no tokenizer"):
+        paged_inductor.register_prefix(pair.paged, system)
 
 
 def test_loops_that_pass_the_whole_prompt_share_the_memory(decoder: tuple[Decoder, Decoder]) -> None:
@@ -249,7 +399,20 @@ def test_salts_and_policies_separate_tenants(decoder: tuple[Decoder, Decoder]) -
     size = kept[0][0][0][0]._view.group.block_bytes
     used = [who.used // size for _, who in kept]
     assert used == [3, 3, 1, 1, 3, 3, 3]  # two blocks are charged to nobody in particular
-    assert manager().tenants.common.used == 2 * size
+    books = paged_inductor.stats()
+    assert manager().tenants.common.used == books.bytes_common == 2 * size
+    parts = [books.tenants[who.name].bytes_common for _, who in kept]
+    assert parts == [0, 0, size, size, 0, 0, 0]  # charged once, fairly
+    samples = {
+        sample.labels.get("tenant"): sample.value
+        for family in paged_inductor.MetricsCollector().collect()
+        for sample in family.samples
+        if sample.name == "paged_inductor_tenant_common_bytes"
+    }
+    assert [samples[who.name] for _, who in kept] == parts
+    alone = kept.pop(3)[1].name
+    assert paged_inductor.stats().tenants[alone].bytes_common == 0
+    assert paged_inductor.stats().tenants[kept[2][1].name].bytes_common == 2 * size  # whoever is left has it all
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from paged_inductor.runtime.policy import Policy
 from paged_inductor.runtime.pool import Account, BlockPool, OutOfBlocks, OverQuota
 from paged_inductor.runtime.prefixes import BlockName, PrefixIndex, RowNames, child_digest, decode_key, encode_key
+from paged_inductor.runtime.table import Row, register, unregister
+from paged_inductor.runtime.tails import keep_tail
+from paged_inductor.runtime.tenants import Tenant
 
 SIZE = 4
 IDS = st.integers(0, 2)
@@ -204,6 +208,85 @@ def test_a_block_that_begins_like_the_wanted_one_is_found() -> None:
     assert index.find_partly(("s",), b"r", [2, 6], SIZE) is None
     assert index.find_partly(("t",), b"r", [5, 6], SIZE) is None
     assert index.find_partly(("s",), b"q", [5, 6], SIZE) is None
+
+
+def dropped(pool: BlockPool, ids: list[int], share: str = "tenant", name: str = "tails") -> Row:
+    """A row of these tokens whose full blocks have names, after its only view was dropped."""
+    tenant = Tenant(name)
+    tenant.share = share
+    policy = Policy.of(tenant)
+    row = Row([pool.allocate() for _ in range(-(-len(ids) // SIZE))], len(ids))
+    row.names = RowNames(b"r").extended(ids, {}, (), SIZE)
+    parent = b"r"
+    for block, digest, key in zip(row.blocks, row.names.digests, row.names.keys):
+        if pool.index.find(policy.scopes, digest) is None and policy.own is not None:
+            pool.index.add(block, BlockName(policy.own, digest, parent, key, policy.priority))
+        parent = digest
+    register(row, len(ids))
+    keep_tail(row, len(ids), pool, policy, SIZE)
+    unregister(row, len(ids), pool, SIZE)
+    assert pool.check() == []
+    return row
+
+
+def test_the_tail_of_a_dropped_row_is_found_by_its_first_tokens_and_goes_first() -> None:
+    pool = BlockPool()
+    pool.grow(20)
+    scope, digest = ("tenant", "tails"), RowNames(b"r").extended([1, 2, 3, 4], {}, (), SIZE).digests[0]
+    dropped(pool, [1, 2, 3, 4, 5, 6])
+    assert pool.num_cached == 2
+    found = pool.index.find_partly((scope,), digest, [5, 6, 7], SIZE)
+    assert found is not None and found[1] == 2
+    assert pool.index.find_partly((scope,), digest, [5, 9], SIZE) == (found[0], 1)
+    dropped(pool, [1, 2, 3, 4, 5])  # nothing new
+    assert pool.num_cached == 2
+    dropped(pool, [1, 2, 3, 4, 5, 6, 7])  # more than was known
+    assert pool.index.find_partly((scope,), digest, [5, 6, 7, 8], SIZE)[1] == 3  # type: ignore[index]
+    pool.index.raise_priority(found[0], 9)
+    tails = [block for block in pool.index.cached() if pool.index.name(block).tail]
+    assert len(tails) == 2 and [pool.index.evict() for _ in range(2)] == tails
+    assert pool.num_cached == 1
+
+
+@pytest.mark.parametrize("share", ["none", "system"])
+def test_tails_of_who_does_not_share_are_not_kept(share: str) -> None:
+    pool = BlockPool()
+    pool.grow(9)
+    dropped(pool, [1, 2, 3, 4, 5, 6], share)
+    assert (pool.num_cached, pool.num_used, pool.num_free) == (0, 0, 8)
+
+
+def test_only_known_tokens_of_a_tail_that_nobody_else_sees_are_kept() -> None:
+    pool = BlockPool()
+    pool.grow(9)
+    tenant = Tenant("tails")
+    tenant.share = "tenant"
+    policy = Policy.of(tenant)
+
+    def kept(row: Row, length: int) -> int:
+        keep_tail(row, length, pool, policy, SIZE)
+        unregister(row, length, pool, SIZE)
+        return pool.num_cached
+
+    row = Row([pool.allocate()], 3)
+    row.names = RowNames(b"r").extended([1, 2], {}, (), SIZE)  # the third one is not known
+    for length in (2, 3):
+        register(row, length)
+    assert kept(row, 3) == 0  # a view of two is there
+    register(row, 2)
+    assert kept(row, 2) == 0  # and another
+    assert kept(row, 2) == 1
+    assert pool.index.find_partly(policy.scopes, b"r", [1, 2, 3], SIZE) == (1, 2)
+
+    row = Row([pool.allocate()], 2)
+    row.names = RowNames(b"q").extended([1, 2], {1: b"p"}, (), SIZE)
+    register(row, 2)
+    assert kept(row, 2) == 1  # what else is given at its tokens cannot be compared
+    row = Row([pool.allocate(), pool.allocate()], 6)
+    row.names = RowNames(b"q").extended([1, 2, 3, 4, 5, 6], {}, (), SIZE)
+    register(row, 6)
+    assert kept(row, 6) == 1  # its parent has no name: nobody would find it
+    assert pool.check() == []
 
 
 def test_what_a_block_held_keeps_its_name_when_it_moves_and_loses_it_when_it_is_swapped_out() -> None:

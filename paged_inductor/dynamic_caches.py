@@ -1,0 +1,103 @@
+"""Caches of transformers' kind whose layers grow by concatenation: empty ones, and handles in their layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .runtime import View
+from .tensor import PagedTensor
+from .tensor.handle import Form, plain
+
+__all__ = ["NEUTRAL", "WITH_TOKENS", "EmptyCache", "Layers", "layers_of", "returned"]
+
+WITH_TOKENS = ("input_ids", "position_ids", "cache_position")
+"""Arguments of a model, of which each token of the prompt has its own part."""
+NEUTRAL = {"use_cache", "return_dict", "logits_to_keep", "attention_mask", *WITH_TOKENS}
+"""Arguments that do not change what a model computes of the other tokens."""
+
+Layers = Sequence[tuple[int, Form, Form]]
+"""Of each layer: the number of its group, and the forms of keys and values."""
+
+
+class EmptyCache:
+    """A cache object that holds nothing yet."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._layers = [(layer, dict(vars(layer))) for layer in value.layers]
+
+    @classmethod
+    def of(cls, value: Any) -> EmptyCache | None:
+        """A cache of transformers whose layers all grow by concatenation, and are empty; None of anything else."""
+        layers = getattr(value, "layers", None)
+        if not isinstance(layers, list) or getattr(value, "offloading", False):
+            return None
+        if not layers:  # it makes them when they are first used
+            kind = getattr(value, "layer_class_to_replicate", None)
+            return cls(value) if getattr(kind, "__name__", "") == "DynamicLayer" else None
+        if all(_grows(layer) and not layer.is_initialized for layer in layers):
+            return cls(value)
+        return None
+
+    @classmethod
+    def like(cls, value: Any) -> EmptyCache:
+        """An empty cache of the kind of `value`, for which `layers_of` is not None."""
+        empty = copy.copy(value)
+        empty.layers = [type(layer)() for layer in value.layers]
+        return cls(empty)
+
+    def another(self) -> EmptyCache:
+        """One more of this kind."""
+        return self.like(self.value)
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether it has `count` layers, or none yet."""
+        return len(self._layers) in (0, count)
+
+    def fill(self, layers: Layers, views: Sequence[View]) -> None:
+        """Let it hold handles of `views`, one of each group."""
+        if not self._layers:
+            self.value.layers.extend(self.value.layer_class_to_replicate() for _ in layers)
+        for layer, (group, keys, values) in zip(self.value.layers, layers):
+            keys_handle, values_handle = PagedTensor(views[group], keys), PagedTensor(views[group], values)
+            layer.lazy_initialization(keys_handle, values_handle)
+            layer.keys, layer.values = keys_handle, values_handle
+
+    def restore(self) -> None:
+        """Empty it again."""
+        self.value.layers[:] = [layer for layer, _ in self._layers]
+        for layer, state in self._layers:
+            vars(layer).clear()
+            vars(layer).update(state)
+
+
+def layers_of(value: Any, views: Sequence[View]) -> Layers | None:
+    """Which of `views` each layer of a cache shows, and how; None if one shows anything else."""
+    layers = [_layer(layer, views) for layer in getattr(value, "layers", ())]
+    return layers if layers and None not in layers else None  # type: ignore[return-value]
+
+
+def returned(result: Any) -> Any:
+    """The one cache in a model's output; None if there is not exactly one."""
+    values = list(result.values()) if isinstance(result, Mapping) else result
+    caches = [each for each in values if hasattr(each, "layers")] if isinstance(values, list | tuple) else []
+    return caches[0] if len(caches) == 1 else None
+
+
+def _grows(layer: Any) -> bool:
+    return type(layer).__name__ == "DynamicLayer"
+
+
+def _layer(layer: Any, views: Sequence[View]) -> tuple[int, Form, Form] | None:
+    """The group of a layer's handles, and their forms; None if they show anything but one of `views`."""
+    if not _grows(layer):
+        return None
+    pair = layer.keys, layer.values
+    if not all(isinstance(handle, PagedTensor) and handle._form is plain(*handle._form[:2]) for handle in pair):
+        return None
+    for i, view in enumerate(views):
+        if all(handle._view is view for handle in pair):
+            return i, pair[0]._form, pair[1]._form
+    return None
