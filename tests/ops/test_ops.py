@@ -93,6 +93,8 @@ def test_decode_formula_is_attention(
         chunks.count,
         *masking,
         options.get("sinks"),
+        None,
+        None,
         0.3,
         options.get("softcap"),
     )
