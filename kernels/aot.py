@@ -33,6 +33,7 @@ POINTER_TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int16: "*i16",
     torch.uint8: "*u8",
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",

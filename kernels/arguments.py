@@ -53,10 +53,12 @@ def kernel_arguments(problem: AttentionProblem) -> dict[str, object]:
         "HAS_SINKS": problem.sinks is not None,
         "HAS_SCALES": problem.k_scales is not None,
         "V_IS_K": problem.v_is_k,
+        "V_PAIRS": problem.v_in_pairs,
     }
     arguments |= pointer("q", problem.q, ("batch", "head", "query", "dim"))
     arguments |= pointer("k_arena", problem.k_arena, ("block", "head", "slot", "dim"))
-    arguments |= pointer("v_arena", problem.v_arena, ("block", "head", "slot", "dim"))
+    v_arena = problem.v_arena.view(torch.int16) if problem.v_in_pairs else problem.v_arena
+    arguments |= pointer("v_arena", v_arena, ("block", "head", "slot", "dim"))
     arguments |= pointer("k_scales", problem.k_scales, ("block", "head", "slot"))
     arguments |= pointer("v_scales", problem.v_scales, ("block", "head", "slot"))
     mask = problem.mask.view(torch.uint8) if problem.mask is not None and not problem.has_bias else problem.mask

@@ -98,6 +98,7 @@ def attend_packed(
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     V_IS_K: tl.constexpr,
+    V_PAIRS: tl.constexpr,
     IS_PREFIX: tl.constexpr,
     IS_SUFFIX: tl.constexpr,
 ):
@@ -116,9 +117,10 @@ def attend_packed(
     queries = (rows // GROUP).to(tl.int64)  # [TILE_M]
     heads = kv_head * GROUP + rows % GROUP  # [TILE_M]
     d_offs = tl.arange(0, TILE_D)  # [TILE_D]
-    dv_offs = tl.arange(0, TILE_DV)  # [TILE_DV]
+    WORDS: tl.constexpr = TILE_DV // 2 if V_PAIRS else TILE_DV  # of a row of V
+    dv_offs = tl.arange(0, WORDS)  # [WORDS]
     d_mask = (d_offs < HEAD_DIM)[:, None]  # [TILE_D, 1]
-    dv_mask = (dv_offs < V_HEAD_DIM)[None, :]  # [1, TILE_DV]
+    dv_mask = (dv_offs * (TILE_DV // WORDS) < V_HEAD_DIM)[None, :]  # [1, WORDS]
 
     q_offs = batches * q_batch_stride + queries * q_query_stride + heads * q_head_stride  # [TILE_M]
     q_ptrs = q_ptr + q_offs[:, None]  # [TILE_M, 1]
@@ -157,7 +159,10 @@ def attend_packed(
             lowest, highest, row_start, seq_len, kv_len, window, chunk, IS_CAUSAL, HAS_WINDOW, HAS_CHUNK, HAS_MASK
         )
 
-    acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
+    acc = tl.zeros([TILE_M, WORDS], dtype=tl.float32)
+    odd_acc = None
+    if V_PAIRS:
+        odd_acc = tl.zeros([TILE_M, WORDS], dtype=tl.float32)
     row_sum = tl.zeros([TILE_M], dtype=tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
     if HAS_SINKS:  # a key of weight exp(sink) and no value, which the first split has seen
@@ -220,8 +225,9 @@ def attend_packed(
         else:
             tile_begin, tile_end = inner_end, key_end
         if phase == 2 or (phase == 1 and not HAS_MASK) or (phase == 0 and HAS_FIRST):
-            acc, row_sum, row_max = attend_tiles(
+            acc, odd_acc, row_sum, row_max = attend_tiles(
                 acc,
+                odd_acc,
                 row_sum,
                 row_max,
                 q,
@@ -269,8 +275,11 @@ def attend_packed(
                 HAS_ALIBI=HAS_ALIBI,
                 HAS_SCALES=HAS_SCALES,
                 V_IS_K=V_IS_K,
+                V_PAIRS=V_PAIRS,
                 CHECK_KEYS=phase != 1,
             )
 
     norm = tl.where(row_sum == 0.0, 1.0, row_sum)  # [TILE_M]
+    if V_PAIRS:
+        acc = tl.interleave(acc, odd_acc)  # [TILE_M, TILE_DV]
     return acc / norm[:, None], row_max, row_sum

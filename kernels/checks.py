@@ -143,14 +143,13 @@ def context_length(kv_len: object, width: int, block_size: int) -> int:
     return integer("kv_len", kv_len, 1, min(width * block_size, MAX_POSITION))
 
 
-def shared_prefix(value: object, block_size: int, width: int) -> int:
+def shared_prefix(value: object, block_size: int, width: int) -> None:
     """Check how many tokens all rows share: whole blocks, within the block table."""
     checked = integer("shared_prefix", value, 0, width * block_size)
     if checked % block_size:
         raise KernelInputError(
             f"shared_prefix is {checked}; allowed: multiples of the block size {block_size}; round it down"
         )
-    return checked
 
 
 def launchable(value: Tensor, interpreted: bool, stored: Tensor | None = None) -> None:

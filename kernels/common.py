@@ -47,6 +47,16 @@ def operand(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def unpaired(words, ODD: tl.constexpr, DTYPE: tl.constexpr):
+    """The even or the odd ones of 8-bit values that were read as 16-bit words of two."""
+    if ODD:
+        values = words >> 8
+    else:
+        values = (words << 8) >> 8
+    return values.to(tl.int8).to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def quantized(x, DTYPE: tl.constexpr, QUANTIZED_MAX: tl.constexpr, LEAST_AMAX: tl.constexpr):
     """Values of DTYPE [T, D] and their scales [T]: each row's largest magnitude becomes QUANTIZED_MAX."""
     x = x.to(tl.float32)

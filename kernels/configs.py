@@ -52,11 +52,17 @@ DECODE: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {
 DECODE_TALL: tuple[tuple[int, int, int], ...] = ((32, 8, 2), (64, 8, 2), (32, 4, 2), (32, 8, 1))
 
 
+# ROCm converts 8-bit tiles in registers, of which half as many warps have twice as many each
+LATENT_8BIT_ROCM: tuple[Entry, ...] = ((32, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+
+
 def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[LaunchConfig]:
     """Configurations of the one-pass kernel for a problem."""
     itemsize, widest = _size(problem)
     entries = PREFILL[min(key for key in PREFILL if key[0] == itemsize and key[1] >= widest)]
-    if itemsize == 2 and widest <= 256:
+    if _latent_8bit_rocm(problem, limits):
+        entries = LATENT_8BIT_ROCM
+    elif itemsize == 2 and widest <= 256:
         if problem.mask is not None:
             entries = PREFILL_MASK
         elif 64 < widest <= 128 and limits.arch == 90:
@@ -66,7 +72,7 @@ def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[
             space = PREFILL_MMA_EDGES if edges else PREFILL_MMA
             entries = space[min(dim for dim in space if dim >= widest)]
         elif limits.arch == 0 and problem.k_scales is not None:
-            entries = SMALL  # ROCm converts 8-bit tiles in registers, and wider ones do not fit there
+            entries = SMALL  # wider ones do not fit into registers
     return _configs(problem, problem.packed_rows, limits, entries)
 
 
@@ -82,7 +88,10 @@ def _decode_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimit
     shapes = DECODE[min(key for key in DECODE if key[0] == itemsize and key[1] >= widest)]
     if widest <= 256 and (tile_m == 64 or (itemsize == 2 and tile_m > 16 and problem.mask is not None)):
         shapes = DECODE_TALL
-    return _configs(problem, rows, limits, tuple((tile_m, *shape) for shape in shapes))
+    entries = tuple((tile_m, *shape) for shape in shapes)
+    if _latent_8bit_rocm(problem, limits):
+        entries = tuple(entry for entry in LATENT_8BIT_ROCM if entry[0] == tile_m)
+    return _configs(problem, rows, limits, entries)
 
 
 def choose_num_splits(problem: AttentionProblem, limits: DeviceLimits, tile_m: int) -> int:
@@ -105,6 +114,11 @@ def choose_prefix_splits(problem: AttentionProblem, limits: DeviceLimits, tile_m
 def _num_splits(programs: int, tokens: int, limits: DeviceLimits) -> int:
     wanted = limits.processors * 2 // programs
     return 1 << (max(1, min(wanted, tokens // MIN_SPLIT_TOKENS, MAX_SPLITS)).bit_length() - 1)
+
+
+def _latent_8bit_rocm(problem: AttentionProblem, limits: DeviceLimits) -> bool:
+    itemsize, widest = _size(problem)
+    return limits.arch == 0 and problem.k_scales is not None and itemsize == 2 and widest > 256
 
 
 def _size(problem: AttentionProblem) -> tuple[int, int]:

@@ -84,6 +84,7 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     V_IS_K: tl.constexpr,
+    V_PAIRS: tl.constexpr,
     IS_PREFIX: tl.constexpr,
     IS_SUFFIX: tl.constexpr,
     FIRST_SPLIT: tl.constexpr,
@@ -168,6 +169,7 @@ def decode_kernel(
         HAS_SINKS,
         HAS_SCALES,
         V_IS_K,
+        V_PAIRS,
         IS_PREFIX,
         IS_SUFFIX,
     )

@@ -84,6 +84,7 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     V_IS_K: tl.constexpr,
+    V_PAIRS: tl.constexpr,
 ):
     num_tiles = tl.cdiv(packed_rows, TILE_M)
     pid = tl.program_id(0)
@@ -162,6 +163,7 @@ def prefill_kernel(
         HAS_SINKS,
         HAS_SCALES,
         V_IS_K,
+        V_PAIRS,
         False,
         False,
     )

@@ -11,6 +11,8 @@ from . import autotune, checks
 from .errors import KernelInputError, KernelTypeError
 from .launch import device_limits
 
+PAIRED_DIMS = 32  # Triton knows of a stride whether it is a multiple of 16 words
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -102,6 +104,17 @@ class AttentionProblem:
         same = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.dtype == k.dtype
         return same and self.v_head_dim == self.head_tiles[0]
 
+    @property
+    def v_in_pairs(self) -> bool:
+        """Whether V, of 8-bit values, is read as 16-bit words, which the compiler loads 16 bytes at a time.
+
+        For a product whose operands come from registers it loads only 8 elements at a time, whatever they are.
+        """
+        *strides, dim_stride = self.v_arena.stride()
+        even = self.v_arena.storage_offset() % 2 == 0 and dim_stride == 1
+        whole = all(size % PAIRED_DIMS == 0 for size in (self.v_head_dim, *strides))
+        return self.v_scales is not None and not self.v_is_k and even and whole
+
     def tuning_key(self) -> tuple[Hashable, ...]:
         """Exactly what changes the fastest configuration; the lengths enter as powers of two."""
         return (
@@ -178,6 +191,7 @@ def attention_problem(
         checks.integer("extent", extent, 0, min(width * k_arena.shape[2], checks.MAX_POSITION))
     if not isinstance(scale, (int, float)):
         raise KernelTypeError(f"scale is a {type(scale).__name__}; pass a float such as head_dim ** -0.5")
+    checks.shared_prefix(shared_prefix, k_arena.shape[2], width)
     query_offset = extent - q.shape[2] if causal_offset is None else causal_offset
     causal_offset, window = _visible_limits(causal_offset, window, chunk, q.shape[2], kv_len)
     if mask is not None:
@@ -207,7 +221,7 @@ def attention_problem(
         v_scales,
         extent,
         query_offset,
-        checks.shared_prefix(shared_prefix, k_arena.shape[2], width),
+        shared_prefix if extent <= kv_len else 0,  # not all of its keys are seen
     )
 
 

@@ -29,16 +29,21 @@ def plan(
     ]
 
 
-def decode_shared(problem: AttentionProblem, out: Tensor, allocate: Allocator) -> None:
-    """Write the attention of `problem`, whose rows share `shared_prefix` tokens, into `out`."""
+def decode_shared(
+    problem: AttentionProblem, out: Tensor, allocate: Allocator, choose: autotune.Choose = autotune.choose
+) -> None:
+    """Write the attention of `problem`, whose rows share `shared_prefix` tokens, into `out`; `choose` picks the
+    configurations of both passes."""
     limits = device_limits(problem.q.device)
-    suffix = configs.decode_candidates(problem, limits)[0]
-    suffix_splits = configs.choose_num_splits(problem, limits, suffix.tile_m)
+    prefixes, suffixes = configs.prefix_candidates(problem, limits), configs.decode_candidates(problem, limits)
 
-    def run(config: LaunchConfig) -> None:
-        prefix_splits = configs.choose_prefix_splits(problem, limits, config.tile_m)
-        for launch in plan(problem, out, (config, prefix_splits), (suffix, suffix_splits), allocate):
+    def run(prefix: LaunchConfig, suffix: LaunchConfig) -> None:
+        prefix_splits = configs.choose_prefix_splits(problem, limits, prefix.tile_m)
+        suffix_splits = configs.choose_num_splits(problem, limits, suffix.tile_m)
+        for launch in plan(problem, out, (prefix, prefix_splits), (suffix, suffix_splits), allocate):
             launch.run()
 
-    candidates = configs.prefix_candidates(problem, limits)
-    run(autotune.choose(("decode_shared", *problem.tuning_key()), candidates, run))
+    key = problem.tuning_key()
+    prefix = choose(("decode_prefix", *key), prefixes, lambda config: run(config, suffixes[0]))
+    suffix = choose(("decode_suffix", *key), suffixes, lambda config: run(prefix, config))
+    run(prefix, suffix)

@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
-from .common import dot, load_block_ids, load_checked, operand
+from .common import dot, load_block_ids, load_checked, operand, unpaired
 from .scores import bend_scores, fold_scores, hide_scores
 
 
 @triton.jit
 def attend_tiles(
     acc,
+    odd_acc,
     row_sum,
     row_max,
     q,
@@ -57,12 +58,15 @@ def attend_tiles(
     HAS_ALIBI: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     V_IS_K: tl.constexpr,
+    V_PAIRS: tl.constexpr,
     CHECK_KEYS: tl.constexpr,
 ):
     """Fold the tokens [tile_begin, tile_end) of a row into an online softmax.
 
-    CHECK_KEYS=False promises that every query sees every key of these tiles.
+    CHECK_KEYS=False promises that every query sees every key of these tiles. V_PAIRS: V is read as words of two
+    values; `acc` and `odd_acc` [TILE_M, TILE_DV // 2] are those of even and of odd dims.
     """
+    VALUE_DTYPE: tl.constexpr = k_ptrs.dtype.element_ty
     for tile in range(tile_begin, tile_end, TILE_N):
         tokens = tile + tl.arange(0, TILE_N)  # [TILE_N]
         in_range = tokens < key_end  # [TILE_N]
@@ -105,12 +109,17 @@ def attend_tiles(
         else:
             v_offs = block_ids * v_arena_block_stride + slots * v_arena_slot_stride  # [TILE_N]
             v = load_checked(v_ptrs + v_offs[:, None], in_range[:, None], dv_mask, CHECK_KEYS, CHECK_DV)
-            v = operand(v, q.dtype)  # [TILE_N, TILE_DV]
         if HAS_SCALES:
             scale_offs = block_ids * v_scales_block_stride + slots * v_scales_slot_stride  # [TILE_N]
             weights *= load_checked(v_scales_ptr + scale_offs, in_range, None, CHECK_KEYS, False)[None, :]
-        acc = acc * rescale[:, None] + dot(weights.to(q.dtype), v)  # [TILE_M, TILE_DV]
-    return acc, row_sum, row_max
+        weights = weights.to(q.dtype)
+        if V_PAIRS:
+            # [TILE_M, TILE_DV // 2]
+            acc = acc * rescale[:, None] + dot(weights, operand(unpaired(v, False, VALUE_DTYPE), q.dtype))
+            odd_acc = odd_acc * rescale[:, None] + dot(weights, operand(unpaired(v, True, VALUE_DTYPE), q.dtype))
+        else:
+            acc = acc * rescale[:, None] + dot(weights, operand(v, q.dtype))  # [TILE_M, TILE_DV]
+    return acc, odd_acc, row_sum, row_max
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ._errors import ConfigurationError
+from ._layout import KV_DTYPES
 
 __all__ = [
     "Config",
@@ -21,6 +22,7 @@ __all__ = [
     "require_block_size",
     "require_bool",
     "require_choice",
+    "require_kv_dtype",
     "require_port",
     "reset_config",
 ]
@@ -50,6 +52,9 @@ class Config:
     deterministic: on GPUs, the attention of a row depends on that row alone, to the bit, and not on what else is in its
         batch (with a mask that was not proven, on the logical length, too). On the CPU this holds for one query anyhow,
         and not for several. It says nothing of a model's other layers: matrix products may depend on the batch size.
+    kv_dtype: what keys and values are rounded to in pages, which take about half the memory of 16-bit ones then:
+        "fp8_e4m3" or "int8", with a scale for each token and head. None: they are stored as they are. For caches in
+        float32, float16 or bfloat16 that are made by graphs compiled from now on.
     triton_on_cpu: run the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1 (slow; for tests of the kernels).
     """
 
@@ -62,6 +67,7 @@ class Config:
     metrics_port: int | None = None
     sanitize: bool = False
     deterministic: bool = False
+    kv_dtype: str | None = None
     triton_on_cpu: bool = False
 
 
@@ -111,6 +117,11 @@ def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def require_kv_dtype(value: Any) -> str | None:
+    """`value`, if it may be a `kv_dtype`; "none" is None. Else raises `ConfigurationError`."""
+    return None if value in (None, "none") else require_choice("kv_dtype", value, tuple(KV_DTYPES))
+
+
 def require_bool(name: str, value: Any) -> bool:
     """`value` as a bool, if it is one or a text that says one; else raises `ConfigurationError` for `name`."""
     text = str(value).lower()
@@ -137,6 +148,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "metrics_port": lambda value: None if value is None else require_port(value),
     "sanitize": lambda value: require_bool("sanitize", value),
     "deterministic": lambda value: require_bool("deterministic", value),
+    "kv_dtype": lambda value: require_kv_dtype(value),
     "triton_on_cpu": lambda value: require_bool("triton_on_cpu", value),
 }
 _NUMBERS = ("kv_budget", "block_size", "swap_host", "swap_disk")
@@ -171,8 +183,8 @@ def config() -> Config:
 def configure(**options: Any) -> Config:
     """Change process-wide options; returns all options now in force (see `Config` for names and values).
 
-    `block_size` and `triton_on_cpu` take effect for graphs compiled from now on, the others at once. An unknown name or
-    a value outside its range raises `ConfigurationError` and changes nothing.
+    `block_size`, `kv_dtype` and `triton_on_cpu` take effect for graphs compiled from now on, the others at once. An
+    unknown name or a value outside its range raises `ConfigurationError` and changes nothing.
     """
     global _current
     for name in options:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernels import autotune, decode, prefill
+from ._layout import KV_DTYPES
+from .kernels import autotune, decode, prefill, shared
 from .kernels.launch import LaunchConfig
 from .kernels.problem import AttentionProblem, attention_problem
 from .runtime.memory import free_bytes
 
-__all__ = ["Shape", "add_options", "tune", "tune_shapes"]
+__all__ = ["Shape", "add_options", "shapes_of", "tune", "tune_shapes"]
 
 NO_DEVICE = (
     "there is no CUDA or ROCm device here: tuning times kernels on the GPU that will run them. Run this command there, "
@@ -26,7 +27,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """A workload to tune for: `queries` new tokens for each of `batch` sequences of `context` tokens."""
+    """A workload to tune for: `queries` new tokens for each of `batch` sequences of `context` tokens.
+
+    stored: the dtype of quantised pages. window: how many keys a query sees. mask: the dtype of a mask tensor. shared:
+    how many first tokens the sequences have in common, in whole blocks.
+    """
 
     heads: int
     kv_heads: int
@@ -36,6 +41,10 @@ class Shape:
     batch: int
     context: int
     queries: int
+    stored: torch.dtype | None = None
+    window: int | None = None
+    mask: torch.dtype | None = None
+    shared: int = 0
 
     @property
     def kernel(self) -> str:
@@ -44,28 +53,43 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes of K and V."""
-        return 2 * self.batch * self.context * self.kv_heads * self.head_dim * self.dtype.itemsize
+        itemsize = (self.stored or self.dtype).itemsize
+        return 2 * self.batch * self.context * self.kv_heads * self.head_dim * itemsize
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads} x {self.head_dim}"
-        return f"{self.kernel} {heads} {self.dtype}: {self.batch} x {self.context} tokens".replace("torch.", "")
+        parts = {"pages of": self.stored, "window": self.window, "mask": self.mask, "shared": self.shared}
+        variant = "".join(f", {name} {value}" for name, value in parts.items() if value)
+        return f"{self.kernel} {heads} {self.dtype}: {self.batch} x {self.context} tokens{variant}".replace(
+            "torch.", ""
+        )
 
     def problem(self, device: torch.device) -> AttentionProblem:
         """Random queries and pages on `device`, blocks in random order."""
         width = -(-self.context // self.block_size)
         arena = (self.batch * width + 1, self.kv_heads, self.block_size, self.head_dim)
         table = torch.randperm(self.batch * width, device=device).add_(1).to(torch.int32).view(self.batch, width)
+        table[:, : self.shared // self.block_size] = table[:1, : self.shared // self.block_size]
+        k_arena, v_arena = (torch.randn(arena, dtype=self.dtype, device=device) for _ in range(2))
+        scales = None
+        if self.stored is not None:
+            k_arena, v_arena = k_arena.to(self.stored), v_arena.to(self.stored)
+            scales = torch.ones(arena[:3], device=device)
+        shape = (self.batch, 1, self.queries, self.context)
         return attention_problem(
             torch.randn(self.batch, self.heads, self.queries, self.head_dim, dtype=self.dtype, device=device),
-            torch.randn(arena, dtype=self.dtype, device=device),
-            torch.randn(arena, dtype=self.dtype, device=device),
+            k_arena,
+            v_arena,
             table,
             torch.full((self.batch,), self.context, dtype=torch.int32, device=device),
             self.context,
             scale=self.head_dim**-0.5,
-            causal_offset=self.context - self.queries,
-            window=None,
-            mask=None,
+            causal_offset=None if self.mask else self.context - self.queries,  # else part of the mask
+            window=self.window,
+            mask=None if self.mask is None else torch.ones(shape, dtype=self.mask, device=device),
+            k_scales=scales,
+            v_scales=scales,
+            shared_prefix=self.shared,
         )
 
 
@@ -82,6 +106,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, nargs="+", default=contexts, help="(default: powers of two from 1024 to 32768)"
     )
 
+    parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), help="of quantised pages (default: as --dtype)")
+    parser.add_argument("--window", type=int, help="keys that a query sees (default: all)")
+    parser.add_argument("--mask", choices=("bool", "float32", "bfloat16", "float16"), help="mask tensors of this dtype")
+    parser.add_argument(
+        "--shared-prefix", type=int, nargs="+", default=[], help="tokens that all rows begin with (default: none)"
+    )
+
 
 def tune(options: argparse.Namespace) -> int:
     """Run the command. Returns 0, or 2 if there is no device or the options make no model."""
@@ -92,22 +123,34 @@ def tune(options: argparse.Namespace) -> int:
     if options.heads % options.kv_heads:
         print(f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}: give a multiple")
         return 2
+    if options.mask and options.window:
+        print("--mask and --window: a mask tensor says by itself what is hidden; give one of them")
+        return 2
+    if any(tokens < 1 or tokens % options.block_size for tokens in options.shared_prefix):
+        print(f"--shared-prefix must be whole blocks: multiples of --block-size {options.block_size}")
+        return 2
     if not torch.cuda.is_available():
         print(NO_DEVICE)
         return 2
     device = torch.device("cuda")
-    shapes = list(_shapes(options))
+    shapes = list(shapes_of(options))
     tune_shapes(shapes, device, autotune.tune)
     cache = autotune.tuning_cache(torch.cuda.get_device_name(device))
     print(f"{len(cache)} choices in {cache.path}")
     return 0
 
 
-def _shapes(options: argparse.Namespace) -> Iterator[Shape]:
+def shapes_of(options: argparse.Namespace) -> Iterator[Shape]:
+    """The workloads that the command's options name."""
     model = (options.heads, options.kv_heads, options.head_dim, getattr(torch, options.dtype), options.block_size)
+    stored, mask = KV_DTYPES.get(options.kv_dtype), options.mask and getattr(torch, options.mask)
     for batch, context in itertools.product(options.batch, options.context):
-        yield Shape(*model, batch, context, queries=1)
-        yield Shape(*model, batch, context, queries=min(context, max(2048 // batch, decode.MAX_QUERIES + 1)))
+        prompt = min(context, max(2048 // batch, decode.MAX_QUERIES + 1))
+        for queries in (1, prompt):
+            yield Shape(*model, batch, context, queries, stored, options.window, mask)
+        for tokens in options.shared_prefix:
+            if batch > 1 and tokens < context:
+                yield Shape(*model, batch, context, 1, stored, options.window, mask, tokens)
 
 
 def tune_shapes(shapes: Sequence[Shape], device: torch.device, tune: Callable[..., LaunchConfig]) -> None:
@@ -130,7 +173,9 @@ def tune_shapes(shapes: Sequence[Shape], device: torch.device, tune: Callable[..
                 continue
             problem = shape.problem(device)
             out = torch.empty(problem.out_shape, dtype=problem.q.dtype, device=device)
-            if shape.kernel == "decode":
+            if problem.shared_prefix:
+                shared.decode_shared(problem, out, torch.empty, choose)
+            elif shape.kernel == "decode":
                 decode.decode(problem, out, torch.empty, choose)
             else:
                 prefill.prefill(problem, out, choose)

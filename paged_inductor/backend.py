@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
-from ._config import config, require_bool
+from ._config import config, require_bool, require_kv_dtype
 from ._errors import ConfigurationError
+from ._layout import ArenaLayout
 from .adoption import AdoptingProgram
 from .group_plan import describe, plan_groups, site_spec
 from .inner import INNER_COMPILERS, compile_inner
@@ -42,13 +43,15 @@ class BackendOptions:
         number of tokens are recorded as CUDA graphs and replayed; others run as without it.
     inductor: options for Inductor, as `torch.compile(options=...)` takes them.
     label: what `KVBudgetExceeded` and `explain()` call this program.
+    kv_dtype: what keys and values are rounded to in pages, "fp8_e4m3" or "int8", or None for not at all. By default as
+        `configure(kv_dtype=...)` says.
     verify: run every step dense, too, and raise `VerificationError` at the first layer that differs. For finding
         faults: it costs a dense run a step and a dense copy of every cache.
     verify_tolerance: the difference that passes, as a share of a tensor's largest absolute value. None: 1e-9 for
         float64, 1e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16.
     """
 
-    NAMES = ("inner", "mode", "inductor", "label", "verify", "verify_tolerance")
+    NAMES = ("inner", "mode", "inductor", "label", "kv_dtype", "verify", "verify_tolerance")
 
     def __init__(self, options: Mapping[str, Any] | None, mode: str | None) -> None:
         options = dict(options or {})
@@ -67,6 +70,7 @@ class BackendOptions:
         self.inductor: dict[str, Any] = {**modes[mode], **(options.get("inductor") or {})}
         self.replay = bool(self.inductor.get("triton.cudagraphs", False))
         self.label: str = str(options.get("label", "model"))
+        self.kv_dtype = require_kv_dtype(options["kv_dtype"]) if "kv_dtype" in options else config().kv_dtype
         self.verify: bool = require_bool("verify", options.get("verify", False))
         self.verify_tolerance: float | None = options.get("verify_tolerance")
         allowed = self.verify_tolerance
@@ -74,6 +78,11 @@ class BackendOptions:
             raise ConfigurationError(
                 f"verify_tolerance={allowed!r} is not allowed: choose a number from 0 to 1, the share of a tensor's "
                 "largest absolute value by which paged and dense may differ, or None for the default of its dtype"
+            )
+        if self.verify and self.kv_dtype is not None and allowed is None:
+            raise ConfigurationError(
+                f"verify=True and kv_dtype={self.kv_dtype!r}: rounded tokens differ from dense ones. Say by how much "
+                "they may, as verify_tolerance=0.1, or leave one of the options out"
             )
 
 
@@ -113,18 +122,18 @@ def paged_inductor(
     facts = {name: fact for name, handle in handles.items() if (fact := describe(handle)) is not None}
     block_size = config().block_size
 
-    def arena_strides(site: CacheSite) -> tuple[int, ...]:
-        return site_spec(site).strides(block_size)
+    spec = partial(site_spec, kv_dtype=settings.kv_dtype)
+
+    def arena_layout(site: CacheSite) -> ArenaLayout:
+        return spec(site).layout(block_size)
 
     triangles = Triangles(placeholders, example_inputs)
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     single_rows = settings.inner == "inductor" and on_cpu
     try:
         hold = settings.replay and not settings.verify and (not on_cpu or config().triton_on_cpu)
-        state, report = page_graph(
-            gm, facts, fake_mode, block_size, arena_strides, single_rows, triangles.numbers, hold
-        )
-        plans = [] if state.adoptions else plan_groups(gm, state, example_inputs, block_size)
+        state, report = page_graph(gm, facts, fake_mode, block_size, arena_layout, single_rows, triangles.numbers, hold)
+        plans = [] if state.adoptions else plan_groups(gm, state, example_inputs, block_size, spec)
     except UnknownSize as unknown:  # the passes work on a copy: the graph is as it was
         return _unpaged(gm, example_inputs, settings, f"not paged: {unknown}")
     understood = {site.past.name for site in state.sites if site.past and site.kind in ("static", "slide")}
@@ -136,7 +145,7 @@ def paged_inductor(
     if state.adoptions:
         publish(settings.label, report)
         dense = partial(_unpaged, gm, example_inputs, settings, report=report)
-        return AdoptingProgram(gm, state.adoptions, site_spec, block_size, settings.label, dense)
+        return AdoptingProgram(gm, state.adoptions, spec, block_size, settings.label, dense)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
     publish(settings.label, report)

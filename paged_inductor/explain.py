@@ -70,6 +70,11 @@ class Explanation:
             for number, graph in enumerate(self.graphs, 1)
             if graph.sharing
         ]
+        rounded = {site.rounded for site in self.sites if site.rounded}
+        lines += [
+            f"tokens are rounded to {name} (kv_dtype): attention is not that of a dense cache to the bit"
+            for name in sorted(rounded)
+        ]
         lines += [f"to page more: {text}" for text in sorted(advice)]
         lines.append(f"{paged} of {len(self.sites)} sites paged in {len(self.graphs)} graph(s)")
         return "\n".join(lines)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
+from ._layout import KV_DTYPES
 from .passes import CacheGroupSites, CacheSite, GraphState, KeptOutput, PagedInput
 from .passes.tensors import expr, same_size
 from .positions import StartReader, start_reader
@@ -19,6 +21,8 @@ from .tensor.handle import Form, plain
 
 __all__ = ["GroupPlan", "describe", "plan_groups", "site_spec"]
 
+ROUNDED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def describe(handle: PagedTensor) -> PagedInput | None:
     """What the passes may know of a handle; None if only a dense copy of it will do."""
@@ -27,7 +31,6 @@ def describe(handle: PagedTensor) -> PagedInput | None:
         return None
     group = handle._view.group
     spec = group.sites[form.site]
-    strides = spec.strides(group.block_size)
     view = handle._view
     return PagedInput(
         form.axes,
@@ -35,7 +38,7 @@ def describe(handle: PagedTensor) -> PagedInput | None:
         spec.head_dim,
         spec.dtype,
         group.block_size,
-        strides,
+        spec.layout(group.block_size),
         form.site,
         cache=id(view),
         static=view.static,
@@ -43,11 +46,16 @@ def describe(handle: PagedTensor) -> PagedInput | None:
     )
 
 
-def site_spec(site: CacheSite) -> SiteSpec:
-    """How a cache born in a graph is stored. On the CPU, the attention formula wants K's blocks transposed."""
+def site_spec(site: CacheSite, kv_dtype: str | None) -> SiteSpec:
+    """How a cache born in a graph is stored. On the CPU, the attention formula wants K's blocks transposed.
+
+    kv_dtype: what keys and values are rounded to, see `Config`.
+    """
     value = site.node.meta["example_value"]
     transposed = site.role == "key" and value.device.type == "cpu"
-    return SiteSpec(int(site.size("H")), int(site.size("D")), value.dtype, value.device, transposed)
+    rounded = kv_dtype is not None and site.role != "" and value.dtype in ROUNDED_DTYPES
+    stored_as = KV_DTYPES[kv_dtype] if rounded else None  # type: ignore[index]
+    return SiteSpec(int(site.size("H")), int(site.size("D")), value.dtype, value.device, transposed, stored_as)
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,15 @@ def _static_writes(
     return StaticWrites(list(readers.values()), length, lead.functional, complete=len(group.sites) == num_sites)
 
 
-def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], block_size: int) -> list[GroupPlan]:
-    """The runtime side of every cache group that the passes found. `examples`: the arguments of the first call."""
+def plan_groups(
+    gm: GraphModule,
+    state: GraphState,
+    examples: Sequence[Any],
+    block_size: int,
+    spec: Callable[[CacheSite], SiteSpec],
+) -> list[GroupPlan]:
+    """The runtime side of every cache group that the passes found. `examples`: the arguments of the first call; `spec`:
+    how caches born in the graph are stored."""
     captured = gm.graph.find_nodes(op="placeholder")
     position = {node.name: i for i, node in enumerate(captured)}
     plans = []
@@ -156,7 +171,7 @@ def plan_groups(gm: GraphModule, state: GraphState, examples: Sequence[Any], blo
             if site.past
         ]
         if not inputs:
-            cache_group = manager().group(tuple(site_spec(site) for site in group.sites), block_size)
+            cache_group = manager().group(tuple(map(spec, group.sites)), block_size)
             ordinals = list(range(len(group.sites)))
         else:
             cache_group = examples[inputs[0][0]]._view.group

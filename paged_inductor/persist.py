@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import SavedCacheError
+from ._layout import is_packed, unpack
 from .identity import fingerprint
 from .runtime import CacheGroup, Row, SiteSpec, View, manager
 from .runtime.restore import SavedView, restore
@@ -146,7 +147,8 @@ class _SavedGroup:
             "block_size": size,
             "label": self.views[0].label,
             "sites": [
-                [site.heads, site.head_dim, str(site.dtype).removeprefix("torch."), str(site.device), site.transposed]
+                [site.heads, site.head_dim, _name(site.dtype), str(site.device), site.transposed]
+                + ([_name(site.stored_as)] if site.stored_as is not None else [])
                 for site in self.group.sites
             ],
             "blocks": len(self.blocks),
@@ -162,8 +164,9 @@ class _SavedGroup:
             index = torch.tensor(self.blocks, dtype=torch.int64, device=arena.device)
             values = site.stored(arena).index_select(0, index).cpu()
             slots = site.stored(values)  # as the arena shows them
-            for place, filled in self._partly:
-                slots[place, :, filled:] = 0
+            for part in unpack(slots) if is_packed(slots) else (slots,):
+                for place, filled in self._partly:
+                    part[place, :, filled:] = 0
             yield values
 
 
@@ -210,7 +213,7 @@ class _Writer(pickle.Pickler):
 
 
 def _tensor_header(tensor: Tensor) -> list[Any]:
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = _name(tensor.dtype)
     return [list(tensor.shape), name, str(tensor.device), tensor.nbytes, zlib.crc32(_bytes(tensor))]
 
 
@@ -260,6 +263,10 @@ def _read_header(file: IO[bytes], path: Any) -> dict[str, Any]:
     return header
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _section(file: IO[bytes], size: int, crc: int, path: Any) -> bytes:
     data = file.read(size)
     if len(data) < size:
@@ -271,8 +278,15 @@ def _section(file: IO[bytes], size: int, crc: int, path: Any) -> bytes:
 
 def _load_group(file: IO[bytes], saved: dict[str, Any], device: Any, path: Any) -> list[View]:
     sites = tuple(
-        SiteSpec(heads, dim, getattr(torch, dtype), torch.device(device or where), transposed)
-        for heads, dim, dtype, where, transposed in saved["sites"]
+        SiteSpec(
+            heads,
+            dim,
+            getattr(torch, dtype),
+            torch.device(device or where),
+            transposed,
+            *(getattr(torch, name) for name in stored_as),
+        )
+        for heads, dim, dtype, where, transposed, *stored_as in saved["sites"]
     )
     runtime = manager()
     group = runtime.group(sites, saved["block_size"])
@@ -282,10 +296,10 @@ def _load_group(file: IO[bytes], saved: dict[str, Any], device: Any, path: Any) 
         for i, (site, crc) in enumerate(zip(sites, saved["crcs"])):
             arena = group.arenas[i]
             shape = (len(ids), *site.stored(arena).shape[1:])
-            size = torch.Size(shape).numel() * site.dtype.itemsize
+            size = torch.Size(shape).numel() * arena.dtype.itemsize
             data = _section(file, size, crc, path)
             if ids:
-                values = torch.frombuffer(bytearray(data), dtype=site.dtype).view(shape)
+                values = torch.frombuffer(bytearray(data), dtype=arena.dtype).view(shape)
                 site.put(arena, torch.tensor(ids, device=arena.device), values)
     return made
 

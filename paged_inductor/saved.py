@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from ._config import require_block_size
 from ._errors import ConfigurationError
+from ._layout import KV_DTYPES
 
 __all__ = ["is_sound"]
 
@@ -40,6 +41,13 @@ def _itemsize(name: str) -> int:
     return dtype.itemsize
 
 
+def _token_bytes(site: Sequence[Any]) -> int:
+    heads, dim, dtype, _device, _transposed, *stored_as = site
+    if stored_as and getattr(torch, *stored_as) not in KV_DTYPES.values():
+        raise TypeError(stored_as)
+    return heads * dim * _itemsize(*(stored_as or [dtype]))
+
+
 def _group(group: Mapping[str, Any], file_size: int) -> bool:
     size, blocks, tables, sites = group["block_size"], group["blocks"], group["tables"], group["sites"]
     require_block_size(size)
@@ -47,7 +55,7 @@ def _group(group: Mapping[str, Any], file_size: int) -> bool:
         return False
     if not all(_within(number, first=1) for heads, dim, *_ in sites for number in (heads, dim)):
         return False
-    if blocks * size * sum(heads * dim * _itemsize(dtype) for heads, dim, dtype, *_ in sites) > file_size:
+    if blocks * size * sum(map(_token_bytes, sites)) > file_size:
         return False
     longest = [-1] * len(tables)
     for rows, lengths, length, static in group["views"]:

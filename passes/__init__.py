@@ -33,7 +33,7 @@ from .linear import RewriteSingleRowLinears
 from .lint import Lint
 from .prune import prune
 from .report import GraphReport, SiteReport, report
-from .rewrite import ArenaStrides, Rewrite
+from .rewrite import ArenaLayouts, Rewrite
 from .sharing import ProveSharing
 from .slides import MatchSlides
 from .static import ChooseAdoption, ForgetUnmatched, MatchStatic
@@ -57,7 +57,7 @@ __all__ = [
 
 
 def pipeline(
-    fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides, single_row_linears: bool, hold: bool
+    fake_mode: FakeTensorMode, block_size: int, arena_layout: ArenaLayouts, single_row_linears: bool, hold: bool
 ) -> list[Pass]:
     """The passes in order."""
     return [
@@ -73,7 +73,7 @@ def pipeline(
         ProveMasks(),
         ProveSharing(),
         ChooseAdoption(),
-        Rewrite(fake_mode, block_size, arena_strides, shares=not hold),
+        Rewrite(fake_mode, block_size, arena_layout, shares=not hold),
         *([HoldLengths(fake_mode)] if hold else []),
         *([RewriteSingleRowLinears()] if single_row_linears else []),
         Lint(),
@@ -85,7 +85,7 @@ def page_graph(
     inputs: dict[str, PagedInput],
     fake_mode: FakeTensorMode,
     block_size: int,
-    arena_strides: ArenaStrides,
+    arena_layout: ArenaLayouts,
     single_row_linears: bool = False,
     triangles: Mapping[str, float] | None = None,
     hold: bool = False,
@@ -93,7 +93,7 @@ def page_graph(
     """A rewritten copy of `gm` (which stays as it is), and the report of what was found.
 
     inputs: the placeholders that receive paged tensors, by name. fake_mode: the one that `gm` was captured with.
-    block_size: of caches born in this graph. arena_strides: see `Rewrite`. single_row_linears: whether linear layers on
+    block_size: of caches born in this graph. arena_layout: see `Rewrite`. single_row_linears: whether linear layers on
     one row become formulas for a compiler to vectorise. triangles: see `GraphState`. hold: see `HoldLengths`.
     A graph without caches is otherwise only copied, and so is one
     that has `state.adoptions`.
@@ -105,7 +105,7 @@ def page_graph(
         {node: inputs[node.name] for node in copy.graph.find_nodes(op="placeholder") if node.name in inputs},
         triangles=triangles or {},
     )
-    for step in pipeline(fake_mode, block_size, arena_strides, single_row_linears, hold):
+    for step in pipeline(fake_mode, block_size, arena_layout, single_row_linears, hold):
         step(state)
         if state.adoptions:  # the graph will be captured anew, with handles in their places
             break

@@ -13,6 +13,7 @@ import torch
 from torch import SymInt
 from torch.fx import GraphModule, Node
 
+from .._layout import ArenaLayout
 from .flex import Lowered
 from .hand_written import HandWritten
 from .masks import MaskSpec
@@ -38,10 +39,9 @@ log = logging.getLogger("paged_inductor.passes")
 class PagedInput:
     """What is known of a graph input that is a paged tensor.
 
-    axes: order of its dimensions, as "BHSD". strides: of its arena [num_blocks, heads, block_size, head_dim], in
-    elements. site: its position among the tensors of its cache group. cache: names the batch it belongs to; inputs with
-    equal `cache` have equal rows and lengths. static: it is a buffer of a maximal length that is written in place;
-    full: to its end.
+    axes: order of its dimensions, as "BHSD". arena: how its arena is stored. site: its position among the tensors of
+    its cache group. cache: names the batch it belongs to; inputs with equal `cache` have equal rows and lengths.
+    static: it is a buffer of a maximal length that is written in place; full: to its end.
     """
 
     axes: str
@@ -49,7 +49,7 @@ class PagedInput:
     head_dim: int
     dtype: torch.dtype
     block_size: int
-    strides: tuple[int, ...]
+    arena: ArenaLayout
     site: int
     cache: object
     static: bool = False
@@ -96,6 +96,7 @@ class CacheSite:
     Of static caches, write: the node that writes `new` (which is `node` itself if the write is functional), start: to
     where, parts: slices of the first positions that are read, adopted: it came in dense, and is to become paged. Of
     sliding ones, base_stop: how many positions must have been written before. obsolete: nodes that go with the write.
+    stored: how its tokens are kept in pages, once that is known.
     """
 
     kind: str
@@ -113,6 +114,7 @@ class CacheSite:
     adopted: bool = False
     base_stop: int | SymInt = 0
     obsolete: list[Node] = field(default_factory=list)
+    stored: ArenaLayout | None = None
 
     @property
     def nodes(self) -> list[Node]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from torch.fx import Node
@@ -24,7 +26,7 @@ class SiteReport:
     "flex_attention"), "" for a cache. mask: what was proven of the mask. paged: whether K and V live in pages. reason:
     why not, or what still reads a dense copy of them. bytes_per_token: of its caches. advice: what would remove the
     reason. layer: the module it belongs to, or its name. reads: names of the caches that it reads
-    (`GraphReport.caches`).
+    (`GraphReport.caches`). rounded: the dtype that the tokens of its caches are rounded to, or "".
     """
 
     site: str
@@ -38,6 +40,7 @@ class SiteReport:
     advice: str = ""
     layer: str = ""
     reads: tuple[str, ...] = ()
+    rounded: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -50,7 +53,7 @@ class CacheReport:
 
     name, layer: as in `SiteReport`. group: which block table serves it, counted from 0. role: "key", "value" or "".
     kind: "append", "create", "static", "slide" or "read". bytes_per_token: of one token. reason: what still reads a
-    dense copy of it, or "".
+    dense copy of it, or "". rounded: the dtype that its tokens are rounded to, or "".
     """
 
     name: str
@@ -60,6 +63,7 @@ class CacheReport:
     kind: str
     bytes_per_token: int
     reason: str
+    rounded: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ def report(state: GraphState) -> GraphReport:
             site.kind,
             _token_bytes(site),
             site.reason,
+            _rounded([site]),
         )
         for g, group in enumerate(state.groups)
         for site in group.sites
@@ -125,17 +130,28 @@ def _attention_row(attention: AttentionSite) -> SiteReport:
     layer = layer_of(attention.result)
     reads = tuple(site.name for site in sites)
     name, spelling, paged = attention.node.name, attention.form, attention.paged
-    return SiteReport(name, layout, form, spelling, mask, paged, reason, size, advise(reason), layer, reads)
+    return SiteReport(
+        name, layout, form, spelling, mask, paged, reason, size, advise(reason), layer, reads, _rounded(sites)
+    )
 
 
 def _cache_row(site: CacheSite) -> SiteReport:
     reason = f"{site.name}: {site.reason}" if site.reason else ""
     form, layer = f"{site.kind} by {site.form}", layer_of(site.new or site.node, site.name)
     size = _token_bytes(site)
-    return SiteReport(site.name, site.axes, form, "", "", True, reason, size, advise(reason), layer, (site.name,))
+    facts = ("", "", True, reason, size, advise(reason), layer, (site.name,), _rounded([site]))
+    return SiteReport(site.name, site.axes, form, *facts)
 
 
 def _token_bytes(site: CacheSite) -> int:
     value = site.node.meta["example_value"]
+    if site.stored is not None:
+        block = site.stored.sizes
+        return prod(block) // block[-2] * site.stored.dtype.itemsize
     sizes = shape(site.node)
     return int(sizes[site.axes.index("H")]) * int(sizes[site.axes.index("D")]) * value.dtype.itemsize
+
+
+def _rounded(sites: Sequence[CacheSite]) -> str:
+    stored = [site.stored for site in sites if site.stored is not None and site.stored.packed]
+    return str(stored[0].dtype).removeprefix("torch.") if stored else ""

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from .. import ops
+from .._layout import ArenaLayout
 from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
 from .emit import Emitter
 from .mask_effects import Writers
@@ -22,25 +23,25 @@ from .static_reads import StaticReads
 from .symbols import fake_like, fresh_size, size_node
 from .tensors import argument, expr, hint, is_call, shape
 
-__all__ = ["ArenaStrides", "Rewrite"]
+__all__ = ["ArenaLayouts", "Rewrite"]
 
-ArenaStrides = Callable[[CacheSite], tuple[int, ...]]
+ArenaLayouts = Callable[[CacheSite], ArenaLayout]
 
 
 class Rewrite(Pass):
     """Replace cache concatenations and the attention on them by the paged operations.
 
-    `arena_strides(site)` gives the storage order [blocks, heads, slots, head dim] of a created site's arena. shares:
+    `arena_layout(site)` says how a created site's arena is stored. shares:
     kernels may read the blocks that all rows have in common once; how many these are is a number that changes between
     calls.
     """
 
     def __init__(
-        self, fake_mode: FakeTensorMode, block_size: int, arena_strides: ArenaStrides, shares: bool = True
+        self, fake_mode: FakeTensorMode, block_size: int, arena_layout: ArenaLayouts, shares: bool = True
     ) -> None:
         self._mode = fake_mode
         self._block_size = block_size
-        self._arena_strides = arena_strides
+        self._arena_layout = arena_layout
         self._shares = shares
         self._masks: dict[tuple[Node, Node], Node] = {}
         self._reads = StaticReads()
@@ -125,13 +126,10 @@ class Rewrite(Pass):
             options["shared_prefix"] = add("shared_prefix", 0, fresh_size(env, f"pi_shared_prefix_{g}", 160 + g))
         for i, site in enumerate(group.sites):
             facts = state.inputs.get(site.past) if site.past is not None else None
-            heads, dim = site.size("H"), site.size("D")
-            block_size = facts.block_size if facts else self._block_size
-            strides = facts.strides if facts else self._arena_strides(site)
-            dtype = site.node.meta["example_value"].dtype
-            value = fake_like((blocks, heads, block_size, dim), strides, dtype, device, self._mode)
+            layout = site.stored = facts.arena if facts else self._arena_layout(site)
+            value = fake_like((blocks, *layout.sizes), layout.strides, layout.dtype, device, self._mode)
             arenas[id(site)] = add("arena", i, value)
-        block_size = arenas[id(lead)].meta["example_value"].shape[2]
+            block_size = facts.block_size if facts else self._block_size  # of all sites
         with graph.inserting_after(created[-1]):
             anchor = graph.call_function(ops.plan_step, ())
         with graph.inserting_before(anchor):
@@ -273,7 +271,7 @@ class Rewrite(Pass):
             with graph.inserting_before(site.node if after in (None, site.node) else after.next):
                 if site.kind == "static":
                     plan = self._reads.whole_plan(graph, plan, site.size("S"))
-                dense = graph.call_function(ops.gather, (arena, plan))
+                dense = graph.call_function(ops.gather, (arena, plan, site.node.meta["example_value"].dtype))
             if site.axes == "BSHD":
                 with graph.inserting_after(dense):
                     dense = graph.call_method("transpose", (dense, 1, 2))

@@ -25,8 +25,8 @@ class CompiledFormula:
     """`function(*tensors, *constants)` as compiled code per kind of arguments.
 
     dynamic: names of dynamic sizes, by argument and dimension: `dynamic[i][d]` is a name or None. Dimensions of one
-    name have one size. options: Inductor's. Tensors must be dense, in some order of their dimensions. None may stand
-    for a tensor.
+    name have one size. options: Inductor's. Tensors must be dense, in some order of their dimensions, or have no
+    dynamic dimension but the outermost. None may stand for a tensor.
 
     The caller names the kind: everything about the arguments that is not a dynamic size (dtypes, static sizes, orders
     of dimensions, which are None, the constants) must be equal for calls of one kind.
@@ -101,6 +101,8 @@ class CompiledFormula:
 
 def _strides(tensor: Tensor, shape: Sequence[Any]) -> list[Any]:
     """The tensor's order of dimensions, laid out densely for `shape`. Strides of dimensions of size 1 say nothing."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return list(tensor.stride())
     long = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != 1]
     outer_first = iter(sorted(long, key=tensor.stride, reverse=True))
     order = [next(outer_first) if dim in long else dim for dim in range(tensor.dim())]

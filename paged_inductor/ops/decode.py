@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._layout import head_dim, is_packed, unpack
 from .compiled import CompiledFormula
 from .plan import MaskPlan, StepPlan
 
@@ -75,12 +76,15 @@ def decode_formula(
     mask_bias: Tensor | None,
     mask_padding: Tensor | None,
     sinks: Tensor | None,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
     """q [B, H, G, D], arenas [num_blocks, H, bs, D or Dv], the fields of `Chunks` and `MaskPlan` -> [B, H, G, Dv].
 
-    sinks: float [H * G], logits that only add to the softmax's denominator. softcap: bounds scaled scores by a tanh.
+    sinks: float [H * G], logits that only add to the softmax's denominator. k_scales, v_scales: float32 [num_blocks, H,
+    bs], of quantised pages. softcap: bounds scaled scores by a tanh.
 
     Float32 arithmetic, result in q's dtype. Fastest with K's blocks stored transposed (stride 1 along bs). A row that
     sees no key gives zeros. Slots that hold no visible token contribute nothing, whatever they contain.
@@ -102,6 +106,8 @@ def decode_formula(
     k_side = [columns[table[:, u::side]].float() for u in range(side)]  # never stored: [NC, I, H, D, bs]
     parts = [(k_side[u] * query[:, None, :, g, :, None]).sum(-2) for g in range(group) for u in range(side)]
     scores = torch.stack(parts, 3).view(num_chunks, steps, heads, group, side, block_size)
+    if k_scales is not None:
+        scores = scores * _slots(k_scales, table, side)
     if softcap is not None:
         scores = softcap * scores.tanh()
 
@@ -116,6 +122,8 @@ def decode_formula(
     top = scores.amax((1, 4, 5)).clamp_min(_FLOOR)  # [NC, H, G]
     weights = stored((scores - top[:, None, :, :, None, None]).exp())
     total = weights.sum((1, 4, 5))  # [NC, H, G]
+    if v_scales is not None:
+        weights = stored(weights * torch.where(visible, _slots(v_scales, table, side), 0.0))
 
     # Values. Lanes run over Dv; the reduction runs over the chunk's tokens, U blocks in one body. One `sum` per (query
     # head, slice of the row): whole rows of V pass through registers once.
@@ -132,6 +140,12 @@ def decode_formula(
     partial = torch.stack(parts, 2).view(num_chunks, heads, group, dim_v)
     sink = None if sinks is None else sinks.float().view(heads, group)
     return _combine(top, total, partial, of_row, count, mask_padding, sink).to(q.dtype)
+
+
+def _slots(scales: Tensor, table: Tensor, side: int) -> Tensor:
+    """The scales of a chunk's slots, laid out as scores are: [NC, I, H, 1, U, bs]."""
+    found = scales[table].unflatten(1, (-1, side))  # [NC, I, U, H, bs]
+    return found.transpose(2, 3)[:, :, :, None]
 
 
 def _combine(
@@ -174,6 +188,8 @@ _DYNAMIC: tuple[tuple[str | None, ...], ...] = (
     ("NC", None, None),
     ("B", None, None),
     (None,),
+    ("blocks", None, None),
+    ("blocks", None, None),
 )
 _OPTIONS: dict[str, object] = {
     **INDUCTOR_OPTIONS,
@@ -216,7 +232,7 @@ def decode_attention(
         softcap,
         sinks,
     )
-    return out.view(q.shape[0], q.shape[1], 1, v_arena.shape[3])
+    return out.view(q.shape[0], q.shape[1], 1, head_dim(v_arena))
 
 
 _library = torch.library.Library("paged_inductor", "FRAGMENT")
@@ -232,17 +248,20 @@ def _decode(*arguments: Any) -> Tensor:
     """A plain kernel rather than `torch.library.custom_op`: it is called once per layer and step, and costs less."""
     (*tensors, scale), (softcap, sinks) = arguments[:11], (*arguments[11:], None, None)[:2]  # defaults are left out
     q, k_arena, v_arena = tensors[:3]
+    k_scales = v_scales = None
+    if is_packed(k_arena):
+        (k_arena, k_scales), (v_arena, v_scales) = unpack(k_arena), unpack(v_arena)
     # The code was compiled for contiguous operands (and for arenas in the order that `kind` names) and checks nothing.
     others = (None if t is None else t.contiguous() for t in (*tensors[3:], sinks))
-    tensors = [q.contiguous(), k_arena, v_arena, *others]
+    tensors = [q.contiguous(), k_arena, v_arena, *others, k_scales, v_scales]
     mask_bias, padding = tensors[8:10]
     heads = 0 if mask_bias is None else (mask_bias.shape[1], padding.shape[1])
     shapes = (q.shape[1:], k_arena.shape[1:], v_arena.shape[3], tensors[3].shape[1], heads)
     extras = (softcap, None if sinks is None else sinks.dtype)
-    kind = (scale, q.dtype, k_arena.dtype, v_arena.dtype, k_arena.stride(2), v_arena.stride(2), shapes, extras)
+    kind = (scale, q.dtype, k_arena.dtype, v_arena.dtype, k_arena.stride(), v_arena.stride(), shapes, extras)
     return _formula(kind, tensors, (scale, softcap))
 
 
 @torch.library.register_fake("paged_inductor::decode")
 def _(q: Tensor, k_arena: Tensor, v_arena: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], v_arena.shape[3]))
+    return q.new_empty((*q.shape[:3], head_dim(v_arena)))

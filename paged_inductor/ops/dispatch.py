@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import SymInt, Tensor
 
 from .. import kernels
+from .._layout import is_packed
 from ..kernels import reference
 from . import formulas, library
 from .decode import decode_attention
@@ -20,9 +21,9 @@ __all__ = ["attention", "cache_write", "copy_blocks", "execute_copies", "gather"
 def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
     """Write new [B, H, n, D] into the last n positions of every row of `plan`. Mutates `arena` only.
 
-    The blocks at those positions must belong to this step alone.
+    The blocks at those positions must belong to this step alone. Packed arenas take rounded tokens, with their scales.
     """
-    if library.uses_kernels(arena.device):
+    if library.uses_kernels(arena.device) or is_packed(arena):
         torch.ops.paged_inductor.cache_write(arena, new, plan.block_table, plan.seq_lens)
     else:
         formulas.cache_write(arena, new, plan)
@@ -88,14 +89,15 @@ def attention(
     )
 
 
-def gather(arena: Tensor, plan: StepPlan) -> Tensor:
-    """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros."""
+def gather(arena: Tensor, plan: StepPlan, dtype: torch.dtype | None = None) -> Tensor:
+    """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros. dtype: of the copy of packed
+    arenas."""
     if plan.static:
-        written = gather(arena, plan._replace(kv_len=plan.extent, static=False))
+        written = gather(arena, plan._replace(kv_len=plan.extent, static=False), dtype)
         return F.pad(written, (0, 0, 0, plan.kv_len - plan.extent))
     if library.uses_kernels(arena.device):
-        return torch.ops.paged_inductor.gather(arena, plan.block_table, plan.seq_lens, plan.kv_len)
-    return formulas.gather(arena, plan)
+        return torch.ops.paged_inductor.gather(arena, plan.block_table, plan.seq_lens, plan.kv_len, dtype)
+    return formulas.gather(arena, plan, dtype)
 
 
 def copy_blocks(arenas: Tensor | Sequence[Tensor], sources: Tensor, destinations: Tensor) -> None:

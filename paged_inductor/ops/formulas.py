@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import SymInt, Tensor
 
+from .._layout import is_packed
 from .plan import StepPlan
 
 __all__ = ["cache_write", "gather", "gathered_attention", "static_attention", "visibility"]
@@ -26,8 +27,11 @@ def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
     arena.index_put_((block[:, None, :], head[None, :, None], offset[:, None, :]), new.to(arena.dtype))
 
 
-def gather(arena: Tensor, plan: StepPlan) -> Tensor:
-    """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros."""
+def gather(arena: Tensor, plan: StepPlan, dtype: torch.dtype | None = None) -> Tensor:
+    """Dense [B, H, kv_len, D] copy of the rows' pages; virtual padding reads as zeros. dtype: of the copy of packed
+    arenas."""
+    if is_packed(arena):
+        return torch.ops.paged_inductor.gather(arena, plan.block_table, plan.seq_lens, plan.kv_len, dtype)
     token = _row_tokens(plan)  # [B, S]
     inside = token.clamp(min=0)
     block = plan.block_table.gather(1, inside // plan.block_size).to(torch.int64)  # [B, S]
@@ -87,7 +91,8 @@ def gathered_attention(
     `enable_gqa` runs several times slower in bfloat16.
     """
     visible = visibility(plan, q.shape[2], causal_offset, window, mask)
-    return _dense_attention(q, gather(k_arena, plan), gather(v_arena, plan), visible, scale, softcap, sinks)
+    key, value = (gather(arena, plan, q.dtype) for arena in (k_arena, v_arena))
+    return _dense_attention(q, key, value, visible, scale, softcap, sinks)
 
 
 def static_attention(
@@ -105,7 +110,7 @@ def static_attention(
     more key, as heavy as all of them that the mask lets a query see."""
     written = plan._replace(kv_len=plan.extent, static=False)
     read = torch.sym_min(plan.extent, plan.kv_len)
-    key, value = (F.pad(gather(arena, written)[:, :, :read], (0, 0, 0, 1)) for arena in (k_arena, v_arena))
+    key, value = (F.pad(gather(arena, written, q.dtype)[:, :, :read], (0, 0, 0, 1)) for arena in (k_arena, v_arena))
     bias = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
     bias = bias.expand(*bias.shape[:-1], plan.kv_len)
     visible = torch.cat([bias[..., :read], bias[..., read:].logsumexp(-1, keepdim=True)], -1)

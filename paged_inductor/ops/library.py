@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from .._config import config
+from .._layout import head_dim, is_packed, unpack
 from ..kernels import reference
 
 __all__ = ["attention", "cache_write", "gather", "uses_kernels"]
@@ -25,7 +26,11 @@ def uses_kernels(device: torch.device) -> bool:
 def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
     """Write new [B, H, n, D] to the last n positions of every row; see `kernels.cache_write`."""
     implementation = kernels if uses_kernels(arena.device) else reference
-    implementation.cache_write(arena, new.to(arena.dtype), block_table, seq_lens)
+    if is_packed(arena):
+        codes, scales = unpack(arena)
+        implementation.cache_write(codes, new, block_table, seq_lens, scales=scales)
+    else:
+        implementation.cache_write(arena, new.to(arena.dtype), block_table, seq_lens)
 
 
 @cache_write.register_fake
@@ -54,7 +59,11 @@ def attention(
     extent: int | None = None,
     shared_prefix: int = 0,
 ) -> Tensor:
-    """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`."""
+    """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`. Packed arenas have scales of
+    their own."""
+    if is_packed(k_arena):
+        k_arena, k_scales = unpack(k_arena)
+        v_arena, v_scales = unpack(v_arena)
     variant = {"causal_offset": causal_offset, "window": window, "mask": mask, "softcap": softcap, "sinks": sinks}
     variant |= {"chunk": chunk, "slopes": slopes, "k_scales": k_scales, "v_scales": v_scales}
     variant |= {"extent": extent, "shared_prefix": shared_prefix}
@@ -85,16 +94,25 @@ def _(
     extent: int | None = None,
     shared_prefix: int = 0,
 ) -> Tensor:
-    return q.new_empty((*q.shape[:3], v_arena.shape[3]))
+    return q.new_empty((*q.shape[:3], head_dim(v_arena)))
 
 
 @torch.library.custom_op("paged_inductor::gather", mutates_args=())
-def gather(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
-    """Dense [B, H, kv_len, D] copy of the rows' pages, zeros at virtual padding; see `kernels.gather`."""
+def gather(
+    arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Dense [B, H, kv_len, D] copy of the rows' pages, zeros at virtual padding; see `kernels.gather`.
+
+    dtype: of the copy of packed arenas, by default float32.
+    """
     implementation = kernels if uses_kernels(arena.device) else reference
+    if is_packed(arena):
+        codes, scales = unpack(arena)
+        return implementation.gather(codes, block_table, seq_lens, kv_len, scales=scales, dtype=dtype)
     return implementation.gather(arena, block_table, seq_lens, kv_len)
 
 
 @gather.register_fake
-def _(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int) -> Tensor:
-    return arena.new_empty((block_table.shape[0], arena.shape[1], kv_len, arena.shape[3]))
+def _(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int, dtype: torch.dtype | None = None) -> Tensor:
+    shape = (block_table.shape[0], arena.shape[1], kv_len, head_dim(arena))
+    return arena.new_empty(shape, dtype=(dtype or torch.float32) if is_packed(arena) else arena.dtype)

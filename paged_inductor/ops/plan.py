@@ -179,7 +179,9 @@ def plan_mask(mask: Tensor, plan: StepPlan) -> MaskPlan:
     bias = dense.transpose(1, 2)[row[:, None], position].transpose(1, 2)  # [NC, 1|Hq, tokens]
     key = torch.arange(plan.kv_len)
     lens = plan.seq_lens.to(torch.int64)[:, None, None]  # [B, 1, 1]
-    outside = key >= lens if plan.static else key < plan.kv_len - lens
+    outside = key < plan.kv_len - lens  # [B, 1, S]
+    if plan.static:
+        outside = (key >= plan.extent).expand(outside.shape)
     scores = torch.where(outside, dense, float("-inf"))  # [B, 1|Hq, S]
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     padding = torch.cat([top, (scores - top).exp().sum(-1, keepdim=True)], -1)

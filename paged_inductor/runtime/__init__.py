@@ -5,9 +5,9 @@ is kept) <- `group` (arenas behind the ids, and views of rows) <- `schedule` (a 
 `tiers` and `disk` (memory below the arenas) <- `storage` (what is where) <- `swap` (blocks that go and come back),
 `line` and `waiters` (who waits for memory) <- `budget` (who gets blocks, and at whose expense), `unshare` (what
 in-place writes must copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <-
-`manager` (steps, books) <- `lending` (rows of equal tokens, and `prefixes`, which names and finds their blocks). Beside them:
-`transfer` (copies under way), `ahead` (what will be used next), `census`, `counters` and `latency` (what `stats()`
-says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
+`manager` (steps, books) <- `lending` (rows of equal tokens, and `prefixes`, which names and finds their blocks).
+Beside them: `transfer` (copies under way), `ahead` (what will be used next), `census`, `counters` and `latency` (what
+`stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
 from .group import CacheGroup, SiteSpec, View

@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from .._layout import ArenaLayout, arena_layout
 from .numa import Nodes, touch
 from .policy import Policy
 from .pool import BlockPool
@@ -32,7 +34,8 @@ class SiteSpec:
     """What one cached tensor (K or V of one layer) stores per token: `heads * head_dim` elements of `dtype`.
 
     `transposed` stores a block as [heads, head_dim, block_size] (its logical shape stays
-    [heads, block_size, head_dim]): the order that the CPU attention formula wants for K.
+    [heads, block_size, head_dim]): the order that the CPU attention formula wants for K. `stored_as`: an 8-bit dtype
+    that tokens are rounded to, each head with a scale of its own; None: they are stored as they are.
     """
 
     heads: int
@@ -40,17 +43,19 @@ class SiteSpec:
     dtype: torch.dtype
     device: torch.device
     transposed: bool = False
+    stored_as: torch.dtype | None = None
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token."""
-        return self.heads * self.head_dim * self.dtype.itemsize
+        layout = self.layout(1)
+        return prod(layout.sizes) * layout.dtype.itemsize
 
-    def strides(self, block_size: int) -> tuple[int, int, int, int]:
-        """Strides of the arena [num_blocks, heads, block_size, head_dim], in elements."""
-        area = block_size * self.head_dim
-        inner = (1, block_size) if self.transposed else (self.head_dim, 1)
-        return (self.heads * area, area, *inner)
+    def layout(self, block_size: int) -> ArenaLayout:
+        """How the arena is stored."""
+        packed = self.stored_as is not None
+        dtype = self.stored_as or self.dtype
+        return arena_layout(self.heads, block_size, self.head_dim, dtype, self.transposed, packed)
 
     def stored(self, arena: torch.Tensor) -> torch.Tensor:
         """A contiguous view of an arena (or of some of its blocks): its dimensions in the order of memory."""
@@ -66,9 +71,9 @@ class SiteSpec:
 
     def new_arena(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """An uninitialised arena, apart from its zero page (block 0)."""
-        size = (num_blocks, self.heads, block_size, self.head_dim)
+        sizes, strides, dtype = self.layout(block_size)
         with torch.inference_mode(False), torch.no_grad():  # usable in every mode, whoever made it
-            arena = torch.empty_strided(size, self.strides(block_size), dtype=self.dtype, device=self.device)
+            arena = torch.empty_strided((num_blocks, *sizes), strides, dtype=dtype, device=self.device)
             arena[0] = 0
         return arena
 

@@ -157,7 +157,7 @@ class Sanitizer:
 
     def _check_zero_page(self, view: View) -> None:
         for site, arena in enumerate(self._group.arenas):
-            if bool(arena[ZERO_BLOCK].count_nonzero()):
+            if bool(arena[ZERO_BLOCK].ne(0).any()):
                 raise SanitizerError(
                     f"something wrote to the zero page of site {site}, by the time of a step with {_name(view)}: a "
                     "write went to a table entry that has no block"

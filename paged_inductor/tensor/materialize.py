@@ -41,7 +41,8 @@ def copy_out(view: View, form: Form) -> Tensor:
         size = (len(view.rows), spec.heads, view.length, spec.head_dim)
         return shown(torch.zeros(size, dtype=spec.dtype, device=spec.device), form)
     with torch.no_grad(), manager().using(view):
-        value = ops.gather(view.group.arenas[form.site], step_plan(view))
+        dtype = view.group.sites[form.site].dtype
+        value = ops.gather(view.group.arenas[form.site], step_plan(view), dtype)
         if view.static:
             value = F.pad(value, (0, 0, 0, view.length - view.extent))
     return shown(value, form)

@@ -89,6 +89,7 @@ DECODE = [
     Case("mha_d80_alibi", q_len=1, head_dim=80, group=1, alibi=True),
     Case("gqa_d64_static", q_len=1, head_dim=64, group=3, causal=False, mask=torch.bool, extent=1000),
     Case("mla_d576", q_len=1, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True),
+    Case("mla_d576_int8", q_len=1, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True, stored=INT8),
     Case("mla_d576_h128_fp8", q_len=1, head_dim=576, v_head_dim=512, group=128, block_size=64, v_in_k=True, stored=FP8),
 ]
 PREFILL = [
@@ -107,6 +108,8 @@ PREFILL = [
     Case("gqa_d64_static", q_len=512, head_dim=64, group=3, causal=False, mask=torch.bool, extent=1000),
     Case("mha_d192_dv128", q_len=512, head_dim=192, v_head_dim=128, group=1, block_size=64),
     Case("mla_d576", q_len=512, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True),
+    Case("mla_d576_fp8", q_len=512, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True, stored=FP8),
+    Case("mla_d576_int8", q_len=512, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True, stored=INT8),
 ]
 
 
@@ -118,10 +121,6 @@ def attention_launches(target: str, option: str) -> Iterator[tuple[str, Launch]]
     limits = aot.TARGETS[target][1]
     for case in DECODE + PREFILL:
         if case.stored == FP8 and target == "sm_80":  # refused by `checks.float8`
-            continue
-        if (
-            case.stored == FP8 and case.head_dim > 256 and target == "gfx942"
-        ):  # spills: float8 is converted in registers
             continue
         if option == "few" and case.name not in FEW:
             continue

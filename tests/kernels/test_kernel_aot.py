@@ -36,10 +36,7 @@ def assert_lean(compiled: Compiled, target: str) -> None:
 
 
 def assert_wide_loads(compiled: Compiled) -> None:
-    """K and V come in loads of 16 bytes; what is narrower are block ids, mask rows and scales.
-
-    Of 8-bit pages, V comes in loads of 8 bytes: its tile in shared memory is laid out for a transposing product.
-    """
+    """K and V come in loads of 16 bytes; what is narrower are block ids, mask rows and scales."""
     for name, taken in compiled.items():
         case, kernel, _ = name.split(" | ")
         if kernel not in ("decode", "prefix", "prefill"):
@@ -48,9 +45,8 @@ def assert_wide_loads(compiled: Compiled) -> None:
         if "mask" in case or "bias" in case or "static" in case:
             continue
         assert widths.keys() <= {4, 8, 16}, name
-        quantized = case.endswith(("_fp8", "_int8"))
-        wide = widths[16] + (widths.get(8, 0) if quantized else 0)
-        assert wide > (0.5 if quantized else 0.75) * sum(widths.values()), name
+        quantized = case.endswith(("_fp8", "_int8"))  # half the bytes of K and V, and scales besides
+        assert widths[16] > (0.5 if quantized else 0.75) * sum(widths.values()), name
 
 
 def test_static_choices_on_sm_90() -> None:

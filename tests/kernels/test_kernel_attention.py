@@ -93,6 +93,27 @@ def test_decode_of_a_shared_prefix_matches_the_twin(
     assert_close(attend(q, batch, **variant, shared_prefix=prefix_len), want)
 
 
+def test_a_buffer_read_in_part_is_not_read_beyond_by_a_shared_prefix() -> None:
+    batch, prefix_len = share_prefix(build([8, 8]), 1)
+    q = batch.queries(1, 1)
+    variant = {"scale": 0.3, "kv_len": 5, "extent": 8}
+    assert prefix_len == 8
+    assert_close(attend(q, batch, **variant, shared_prefix=prefix_len), truth(q, batch, **variant))
+
+
+@pytest.mark.parametrize("q_len", [1, 20])
+@pytest.mark.parametrize("v_dim", [32, 64])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_values_in_pairs(stored: torch.dtype, v_dim: int, q_len: int) -> None:
+    batch = build([13, 37, 5], dim=32, v_dim=v_dim, stored=stored)
+    q = batch.queries(2, q_len)
+    problem = attention_problem(q, *batch.pages, 0.3, **batch.scales)
+    assert problem.v_in_pairs
+    narrow = replace(batch, v_arena=batch.v_arena[..., ::2][..., : v_dim // 4])
+    assert not attention_problem(q, *narrow.pages, 0.3, **narrow.scales).v_in_pairs
+    assert_close(attend(q, batch, scale=0.3), truth(q, batch, scale=0.3))
+
+
 def share_prefix(batch: PagedBatch, blocks: int) -> tuple[PagedBatch, int]:
     """The batch with the first `blocks` of each row, as far as all have them full, replaced by those of the shortest,
     of which a window hides the least."""

@@ -234,7 +234,7 @@ def test_a_step_meanwhile_and_what_others_left_in_the_blocks_are_not_saved(tmp_p
     assert len(longer) == len(sections) == 2
     for site, (saved, arena) in enumerate(zip(sections[-1], view.group.arenas, strict=True)):
         assert view.group.sites[site].stored(saved)[1::2, :, view.length % 16 :].eq(0).all()
-        assert arena[:, :, view.length % 16 :].abs().max() > 0
+        assert arena[:, :, view.length % 16 :].ne(0).any()
     loaded = paged_inductor.load(tmp_path / "cache.kv")
     assert all(torch.equal(a.dense(), b) for a, b in zip(flat(loaded), values, strict=True))
 

@@ -93,6 +93,8 @@ def test_decode_formula_is_attention(
         chunks.count,
         *masking,
         options.get("sinks"),
+        None,
+        None,
         0.3,
         options.get("softcap"),
     )
@@ -311,6 +313,21 @@ def test_cost_follows_live_tokens_not_the_longest_row() -> None:
     chunks = pages.plan(1).chunks
     assert chunks is not None
     assert chunks.table.shape[0] == 8 + 15
+
+
+@pytest.mark.parametrize("hidden", [0, 20])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_one_query_counts_the_unwritten_positions_of_a_buffer_that_slid(kind: str, hidden: int) -> None:
+    pages = random_pages([60, 60], 2, 16, 16, hidden=hidden)
+    plan = ops.plan_static(pages.plan(), 70 - hidden)  # ten positions were not written
+    q = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(3))
+    mask = torch.arange(plan.kv_len).expand(1, -1) < plan.kv_len - 3
+    if kind == "float":
+        mask = torch.where(mask, torch.linspace(-1, 1, plan.kv_len), float("-inf"))
+    arenas = (pages.k_arena, pages.v_arena)
+    got = ops.attention(q, *arenas, plan, ops.plan_mask(mask, plan), scale=0.3)
+    want = formulas.static_attention(q, *arenas, plan, mask[None, None], scale=0.3)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_visibility_without_tensor_masks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from paged_inductor.__main__ import main
-from paged_inductor._tune import Shape, tune_shapes
+from paged_inductor._tune import Shape, add_options, shapes_of, tune_shapes
 from paged_inductor.kernels import autotune, configs
 from paged_inductor.kernels.launch import LaunchConfig
 
@@ -28,6 +29,8 @@ def test_without_a_device_it_says_what_to_do(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--mask", "bool", "--window", "64"], "--mask and --window"),
+        (["--shared-prefix", "100"], "multiples of --block-size 16"),
         (["--heads", "9", "--kv-heads", "2"], "--heads 9 is not a multiple of --kv-heads 2"),
         (["--kv-heads", "0"], "--kv-heads is 0: it must be at least 1"),
     ],
@@ -64,6 +67,57 @@ def test_each_key_is_timed_once_and_kept(
     assert autotune.choose(("decode", *problem.tuning_key()), candidates, pytest.fail) == candidates[-1]
     assert "prefill 4/2 x 16 float32: 1 x 40 tokens" in capsys.readouterr().out
     autotune.tuning_cache.cache_clear()
+
+
+VARIANTS = [
+    Shape(4, 2, 32, torch.bfloat16, 16, 2, 70, queries=1, stored=torch.int8),
+    Shape(4, 2, 16, torch.float32, 16, 2, 70, queries=1, window=20),
+    Shape(4, 2, 16, torch.float32, 16, 2, 70, queries=20, mask=torch.bool),
+    Shape(4, 2, 16, torch.float32, 16, 2, 70, queries=1, mask=torch.float32),
+    Shape(4, 2, 16, torch.float32, 16, 2, 70, queries=1, shared=32),
+]
+
+
+def test_each_variant_is_timed_for_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    timed: dict[autotune.Key, int] = {}
+
+    def tune(key: autotune.Key, candidates: Sequence[LaunchConfig], run: autotune.Run) -> LaunchConfig:
+        timed[key] = len(candidates)
+        run(candidates[-1])
+        return candidates[-1]
+
+    tune_shapes(VARIANTS, CPU, tune)
+    assert [key[0] for key in timed] == ["decode", "decode", "prefill", "decode", "decode_prefix", "decode_suffix"]
+    assert all(count > 1 for count in timed.values())
+    assert "shared 32" in str(VARIANTS[-1]) and "pages of int8" in str(VARIANTS[0])
+
+
+def test_the_options_make_the_variants() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    arguments = [
+        "--kv-dtype",
+        "int8",
+        "--window",
+        "64",
+        "--batch",
+        "1",
+        "2",
+        "--context",
+        "256",
+        "--shared-prefix",
+        "128",
+    ]
+    shapes = list(shapes_of(parser.parse_args(arguments)))
+    assert [(shape.batch, shape.queries, shape.shared) for shape in shapes] == [
+        (1, 1, 0),
+        (1, 256, 0),
+        (2, 1, 0),
+        (2, 256, 0),
+        (2, 1, 128),
+    ]
+    assert all((shape.stored, shape.window) == (torch.int8, 64) for shape in shapes)
 
 
 def test_what_does_not_fit_in_memory_is_skipped(
