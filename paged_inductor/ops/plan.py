@@ -179,9 +179,9 @@ def plan_mask(mask: Tensor, plan: StepPlan) -> MaskPlan:
     bias = dense.transpose(1, 2)[row[:, None], position].transpose(1, 2)  # [NC, 1|Hq, tokens]
     key = torch.arange(plan.kv_len)
     lens = plan.seq_lens.to(torch.int64)[:, None, None]  # [B, 1, 1]
-    outside = key < plan.kv_len - lens  # [B, 1, S]
-    if plan.static:
-        outside = (key >= plan.extent).expand(outside.shape)
+    before = key < plan.kv_len - lens  # [B, 1, S]
+    behind = torch.ge(key, plan.extent).expand_as(before)  # type: ignore[arg-type]
+    outside = behind if plan.static else before
     scores = torch.where(outside, dense, float("-inf"))  # [B, 1|Hq, S]
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     padding = torch.cat([top, (scores - top).exp().sum(-1, keepdim=True)], -1)
