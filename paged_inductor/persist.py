@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ._errors import SavedCacheError
 from ._layout import is_packed, unpack
+from .files import replacing
 from .identity import fingerprint
 from .runtime import CacheGroup, Row, SiteSpec, View, manager
 from .runtime.restore import SavedView, restore
@@ -62,7 +63,7 @@ def save(cache: Any, path: str | os.PathLike[str], *, model: nn.Module | None = 
     skeleton = writer.skeleton(cache)
     target = Path(path)
     views = [view for group in writer.groups for view in group.views]
-    with manager().using(*views), _replacing(target) as file:
+    with manager().using(*views), replacing(target) as file:
         header = {
             "version": VERSION,
             "torch": torch.__version__,
@@ -220,21 +221,6 @@ def _tensor_header(tensor: Tensor) -> list[Any]:
 def _bytes(tensor: Tensor) -> memoryview | bytes:
     tensor = tensor.cpu().contiguous()
     return bytes(memory_of(tensor)) if tensor.nbytes else b""
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `target` when the block ends without an exception, all at once."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
