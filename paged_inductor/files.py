@@ -42,7 +42,7 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
 def _named(handle: int, folder: str, name: str) -> str:
     """A name for a complete file that has none: one that nobody uses, as links do not replace files."""
-    new = tempfile.mktemp(dir=folder, prefix=f".{name}.", suffix=".partial")  # noqa: S306 - os.link refuses one in use
+    new = tempfile.mktemp(dir=folder, prefix=f".{name}.", suffix=".partial")
     at = os.open(folder, os.O_RDONLY)
     try:
         os.link(f"/proc/self/fd/{handle}", new, src_dir_fd=at)  # with src_dir_fd, Python lets links be followed

@@ -12,10 +12,8 @@ import json
 import os
 import pickle
 import struct
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 

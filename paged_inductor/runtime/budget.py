@@ -20,7 +20,7 @@ from .._config import config
 from .._errors import KVBudgetExceeded, SwapError
 from .counters import Counters
 from .group import CacheGroup
-from .memory import free_bytes
+from .memory import free_bytes, is_out_of_memory
 from .pool import Account, OutOfBlocks, OverQuota
 from .shortage import budget_exceeded, quota_exceeded
 from .swap import SwapSpace, missing
@@ -50,6 +50,7 @@ class Budget:
         self._swap = swap
         self.waiters = Waiters(groups, idle, counters)
         self._default: int | None = None
+        self._refused = ""  # what was said when an arena that the budget allows could not be made
 
     def allocating(
         self,
@@ -72,6 +73,7 @@ class Budget:
 
         waiters = self.waiters
         collected = False
+        self._refused = ""
 
         def wait() -> None:
             waiters.wait(tenant.priority, lambda: self._exceeded(group, wanted()))
@@ -192,11 +194,19 @@ class Budget:
                 if other is not group and other.active == 0 and not other.resizing:
                     other.shrink()
         allowed = self._spare(group) // group.block_bytes
-        if allowed < shortage:
-            return False
-        group.grow(capacity + min(more, allowed))
-        self._counters.arena_growths += 1
-        return True
+        for count in dict.fromkeys((min(more, allowed), shortage)):
+            if shortage <= count <= allowed:
+                try:
+                    group.grow(capacity + count)
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._refused = str(error).strip().partition("\n")[0] or type(error).__name__
+                else:
+                    self._refused = ""
+                    self._counters.arena_growths += 1
+                    return True
+        return False
 
     def _squeeze_others(self, group: CacheGroup, shortage: int) -> bool:
         """Swap out other groups' cold blocks, and give their memory to this group."""
@@ -231,5 +241,6 @@ class Budget:
 
     def _exceeded(self, group: CacheGroup, wanted: int) -> KVBudgetExceeded:
         spare = max(0, self._spare(group)) // group.block_bytes
-        missing_blocks = wanted - group.pool.num_free - spare
-        return budget_exceeded(self._groups, self.limit(group.sites[0].device), missing_blocks, group.block_bytes)
+        limit = self.limit(group.sites[0].device)
+        missing_blocks = wanted - group.pool.num_free - (0 if self._refused else spare)
+        return budget_exceeded(self._groups, limit, missing_blocks, group.block_bytes, self._refused)

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-__all__ = ["free_bytes"]
+__all__ = ["free_bytes", "is_out_of_memory"]
 
 
 def free_bytes(device: torch.device) -> int:
@@ -21,3 +21,10 @@ def free_bytes(device: torch.device) -> int:
     except OSError:
         pass  # no procfs (some containers): fall through to what POSIX knows
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed because there is no memory (torch's one for CPUs raises no type of its own)."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

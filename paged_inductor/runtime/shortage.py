@@ -13,11 +13,17 @@ __all__ = ["budget_exceeded", "quota_exceeded"]
 _DROP = "drop some of them, shorten the batch, "
 
 
-def budget_exceeded(groups: Iterable[CacheGroup], limit: int, missing: int, block_bytes: int) -> KVBudgetExceeded:
-    """The error for `missing` blocks that the budget of `limit` bytes does not allow."""
+def budget_exceeded(
+    groups: Iterable[CacheGroup], limit: int, missing: int, block_bytes: int, refused: str = ""
+) -> KVBudgetExceeded:
+    """The error for `missing` blocks that the budget of `limit` bytes does not allow, or for which the device gives no
+    memory: `refused` says how."""
     holders = _holders(groups)
+    what = f"the device gives no memory within the KV budget of {_mib(limit)} ({refused})"
+    if not refused:
+        what = f"the KV budget of {_mib(limit)} is exhausted"
     return KVBudgetExceeded(
-        f"the KV budget of {_mib(limit)} is exhausted: this step needs {missing} more block(s) of "
+        f"{what}: this step needs {missing} more block(s) of "
         f"{block_bytes / 2**10:.1f} KiB. Held now by {_listing(holders)}. Existing caches are intact: {_DROP}"
         'raise the limit with paged_inductor.configure(kv_budget="…GiB"), or let caches that are not in use be swapped '
         'out with configure(swap_disk="…GiB") or configure(swap_host="…GiB")',

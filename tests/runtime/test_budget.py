@@ -143,6 +143,46 @@ def test_no_memory_for_new_arenas_changes_nothing(
     assert values(kept) == wanted
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (MemoryError, ""),
+        (torch.OutOfMemoryError, "CUDA out of memory.\nmore"),
+        (RuntimeError, "can't allocate memory: 9 B"),
+    ],
+)
+def test_a_device_without_memory_is_like_an_exhausted_budget(
+    manager: Manager, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First others go, then it is said what the device said."""
+    group = group_with(manager, 200)
+    kept, cold = filled(manager, group, 1, 24, "kept"), filled(manager, group, 1, 80, "cold")
+    wanted = values(kept), values(cold)
+    new_arena = SiteSpec.new_arena
+
+    def fail(site: SiteSpec, num_blocks: int, block_size: int) -> torch.Tensor:
+        if num_blocks > 30:
+            raise kind(text)
+        return new_arena(site, num_blocks, block_size)
+
+    monkeypatch.setattr(SiteSpec, "new_arena", fail)
+    with pytest.raises(KVBudgetExceeded, match=r"the device gives no memory.*\(.+\): this step needs \d+ more"):
+        manager.create(group, 1, 200, "large")
+    small = manager.create(group, 1, 64, "small").view
+    for view in (cold, small, kept):
+        with manager.using(view):
+            pass
+    configure(swap_host="1GiB")
+    large = manager.create(group, 1, 200, "large").view
+    assert group.pool.num_swapped == 21
+    del large
+    with manager.using(kept):
+        assert values(kept) == wanted[0]
+    with manager.using(cold):
+        assert values(cold) == wanted[1]
+    manager.check_integrity()
+
+
 def test_groups_survive_forgetting(manager: Manager) -> None:
     """A compiled program holds its group: after `reset()` its dead views must still be released."""
     group = group_with(manager, 20)
