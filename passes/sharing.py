@@ -8,6 +8,7 @@ exactly those up to itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
@@ -19,7 +20,7 @@ from .base import GraphState, Pass, Sharing
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_attention import AttentionFlows, new_tokens
 from .mask_effects import Writers
-from .tensors import expr, shape
+from .tensors import expr, is_tensor, shape, source_name
 
 __all__ = ["ProveSharing"]
 
@@ -77,17 +78,17 @@ class _Proof:
         return self._sharing(digest(*digests))
 
     def _sharing(self, how: bytes) -> Sharing:
-        visited = self._visited()
-        attentions = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
-        for writer in Writers(self.state.gm.graph).all_of(visited):
-            if writer not in attentions:
-                raise NotShared(f"{writer.name} writes in place to what K and V come from")
+        visited = self._visited(new_tokens(site) for site in self.state.sites)
+        writer = self._writer(visited)
+        if writer is not None:
+            raise NotShared(f"{writer.name} writes in place to what K and V come from")
         role = {node: self.roles[node] for node in self.state.placeholders if node in visited and node in self.roles}
         aligned = [node for node, kind in role.items() if kind == "aligned"]
         ids = [node for node in aligned if len(shape(node)) == 2 and "pos" not in node.name]
         if not ids or self.flows.sizes(ids[0])[0] != self.flows.num_rows:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
+        results, last = self._results(role)
         return Sharing(
             ids=ids[0].name,
             positions=tuple(positions),
@@ -97,11 +98,43 @@ class _Proof:
             whole=tuple(node.name for node, kind in role.items() if kind == "whole"),
             digest=how,
             starts=self.creates and self.flows.num_tokens > 1,
+            results=results,
+            last=last,
         )
 
-    def _visited(self) -> set[Node]:
+    def _results(self, role: Mapping[Node, str]) -> tuple[bytes, int]:
+        """What `Sharing` says of the graph's other results. role: of the inputs that K and V come from."""
+        kept = {output.position for site in self.state.sites for output in site.outputs}
+        (returned,) = self.state.gm.graph.output_node().args
+        nodes = [node for i, node in enumerate(returned) if i not in kept]  # type: ignore[arg-type]
+        try:
+            flows = [self.flows.resolved(self.flows.of(node)) for node in nodes]
+        except NotShared:
+            return b"", 0
+        visited = self._visited(nodes)  # type: ignore[arg-type]
+        inputs = [node for node in self.state.placeholders if node in visited and is_tensor(node)]
+        if (
+            any(TOKENS in label for flow in flows for label in flow.labels)
+            or any(node not in role and self.roles.get(node) != "weight" for node in inputs)
+            or self._writer(visited | set(self.state.placeholders)) is not None
+        ):
+            return b"", 0
+        shapes = [
+            [label or size for label, size in zip(flow.labels, self.flows.sizes(node))]
+            for flow, node in zip(flows, nodes)
+        ]
+        sources = [source_name(node) for node in inputs]  # the names of nodes are not those of weights
+        how = digest(shapes, sorted(sources), *(flow.digest for flow in flows))
+        return how, max([1, *(flow.last for flow in flows)])
+
+    def _writer(self, nodes: set[Node]) -> Node | None:
+        """What writes to one of `nodes` in place."""
+        attentions = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
+        return next((node for node in Writers(self.state.gm.graph).all_of(nodes) if node not in attentions), None)
+
+    def _visited(self, nodes: Iterable[Node]) -> set[Node]:
         visited: set[Node] = set()
-        pending = [new_tokens(site) for site in self.state.sites]
+        pending = list(nodes)
         while pending:
             node = pending.pop()
             if node not in visited:
@@ -138,7 +171,5 @@ class _Proof:
 
 def _is_weight(node: Node) -> bool:
     """Whether an input is a parameter or a buffer of a module."""
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    name = name() if callable(name) else name
+    name = source_name(node)
     return node.type is torch.nn.Parameter or "._parameters[" in name or "._buffers[" in name

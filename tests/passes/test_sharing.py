@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paged_inductor
+from paged_inductor.passes.sharing import ProveSharing
 
 VOCAB, DIM, HEADS = 31, 16, 2
 COUNT = 9
@@ -174,3 +175,84 @@ def test_the_reason_is_shown() -> None:
     reasons(model, prompt(), steps=0)
     lines = str(paged_inductor.explain(model)).splitlines()
     assert "graph 1 does not share prefixes: flip at flip may mix positions" in lines
+
+
+class Finished(Decoder):
+    """Returns finish(model, x) besides its cache."""
+
+    def forward(self, ids: Tensor, past: Any = None, extra: Any = None) -> tuple[Tensor, Any]:
+        x, presents = super().forward(ids, past, extra)
+        return self.parts["finish"](self, x), presents
+
+
+def results(finish: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
+    """What is proven of the results of a prompt, of a second part of it, and of a step."""
+    found: list[tuple[bytes, int]] = []
+    apply = ProveSharing.apply
+
+    def recorded(self: ProveSharing, state: Any) -> int:
+        count = apply(self, state)
+        found.append((state.sharing.results, state.sharing.last))
+        return count
+
+    monkeypatch.setattr(ProveSharing, "apply", recorded)
+    model = paged_inductor.page(Finished(finish=finish), inner="eager")
+    with torch.no_grad():
+        _, past = model(prompt())
+        _, past = model(prompt()[:, :5], past)
+        model(prompt()[:, :1], past)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("finish", "last"),
+    [
+        (lambda m, x: x[:, -1], 1),
+        (lambda m, x: m.norm(x)[:, -1:].softmax(-1), 1),
+        (lambda m, x: m.norm(x[:, -1:]).argmax(-1), 1),
+        (lambda m, x: x[..., -1, :].mT, 1),
+        (lambda m, x: x[:, -1].T[:4] if x.shape[1] > 1 else x[:, 0].T[:4], 1),
+    ],
+    ids=["last", "of one", "of all", "mT", "T"],
+)
+def test_results_of_the_last_position(finish: Any, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part, step = results(finish, monkeypatch)
+    assert whole == part == step
+    assert len(whole[0]) == 32 and whole[1] == last
+
+
+def test_results_of_the_last_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part, step = results(lambda m, x: x[:, -3:], monkeypatch)
+    assert whole == part and whole[1] == 3
+    assert step != whole
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda m, x: x,
+        lambda m, x: x[:, -2:-1],
+        lambda m, x: x[:, 0],
+        lambda m, x: x[:, -1] + x.amax(1),
+        lambda m, x: x[:, -1].flip(0),
+        lambda m, x: x[:, -1].add_(1),
+    ],
+)
+def test_results_that_are_not_proven(finish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert results(finish, monkeypatch)[0] == (b"", 0)
+
+
+def test_a_length_in_results_is_no_part_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part, step = results(lambda m, x: x[:, -1] * x.shape[1], monkeypatch)
+    assert len({whole, part, step}) == 3
+
+
+def test_features_in_other_places_are_another_way_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(m: Decoder, x: Tensor) -> Tensor:
+        if x.shape[1] > 1:
+            return x[:, -1].reshape(-1, 2, 8).transpose(1, 2).reshape(-1, 16)
+        return x[:, -1].reshape(-1, 2, 8).reshape(-1, 16)
+
+    whole, part, step = results(swapped, monkeypatch)
+    assert whole == part != step
+    assert step[0]
