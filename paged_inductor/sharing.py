@@ -97,7 +97,7 @@ class Sharer:
             return None
         whole = [(args[i].dtype, args[i].tolist()) for i in self._whole]
         forgotten = manager().prefixes_forgotten
-        facts = (self.sharing.digest, weights, forgotten, salt, len(self._positions), len(self._others), whole)
+        facts = (self.sharing.digest, weights, forgotten, salt, len(self._others), whole)
         return sha256(repr(facts).encode()).digest()
 
     def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> bytes | None:

@@ -34,18 +34,26 @@ class ProveSharing(Pass):
         if not state.sites:
             return 0
         try:
-            state.sharing = _Proof(state).result()
+            proof = _Proof(state)
+            state.sharing = proof.result()
+            if proof.mixes:
+                state.sharing = _Proof(state, told_apart=True).result()
         except NotShared as reason:
             state.sharing = Sharing(reason=str(reason))
         return int(not state.sharing.reason)
 
 
 class _Proof:
-    def __init__(self, state: GraphState) -> None:
+    """mixes: positions come from more than one place; what comes from an input must be told apart from what is counted
+    then. Else it is the same if an input says what would be counted, which belongs to a token's name if it does not."""
+
+    def __init__(self, state: GraphState, told_apart: bool = False) -> None:
         kinds = {group.kind for group in state.groups}
         if kinds not in ({"create"}, {"append"}):
             raise NotShared(f"its caches are of kind {' and '.join(sorted(kinds))}, not all begun or all extended here")
         self.state = state
+        self.told_apart = told_apart
+        self.mixes = False
         self.creates = kinds == {"create"}
         lead = state.groups[0].sites[0]
         equal = equal_lengths(state)
@@ -89,6 +97,10 @@ class _Proof:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
         results, last = self._results(role)
+        everything = visited | self._visited(self._returned())
+        flows = (self.flows.values.get(node) for node in everything)
+        counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
+        self.mixes = len(positions) > 1 or (bool(positions) and any(counted))
         return Sharing(
             ids=ids[0].name,
             positions=tuple(positions),
@@ -104,14 +116,12 @@ class _Proof:
 
     def _results(self, role: Mapping[Node, str]) -> tuple[bytes, int]:
         """What `Sharing` says of the graph's other results. role: of the inputs that K and V come from."""
-        kept = {output.position for site in self.state.sites for output in site.outputs}
-        (returned,) = self.state.gm.graph.output_node().args
-        nodes = [node for i, node in enumerate(returned) if i not in kept]  # type: ignore[arg-type]
+        nodes = self._returned()
         try:
             flows = [self.flows.resolved(self.flows.of(node)) for node in nodes]
         except NotShared:
             return b"", 0
-        visited = self._visited(nodes)  # type: ignore[arg-type]
+        visited = self._visited(nodes)
         inputs = [node for node in self.state.placeholders if node in visited and is_tensor(node)]
         if (
             any(TOKENS in label for flow in flows for label in flow.labels)
@@ -126,6 +136,12 @@ class _Proof:
         sources = [source_name(node) for node in inputs]  # the names of nodes are not those of weights
         how = digest(shapes, sorted(sources), *(flow.digest for flow in flows))
         return how, max([1, *(flow.last for flow in flows)])
+
+    def _returned(self) -> list[Node]:
+        """What the graph returns besides caches."""
+        kept = {output.position for site in self.state.sites for output in site.outputs}
+        (returned,) = self.state.gm.graph.output_node().args
+        return [node for i, node in enumerate(returned) if i not in kept]  # type: ignore[arg-type, misc]
 
     def _writer(self, nodes: set[Node]) -> Node | None:
         """What writes to one of `nodes` in place."""
@@ -161,7 +177,9 @@ class _Proof:
                 raise NotShared(f"the input {node.name} may run along the tokens or along the rows")
             self.roles[node] = "aligned"
             labels = flows.labelled(sizes, (BATCH, TOKENS)[2 - len(sizes) :])
-            flows.values[node] = Flow(labels, digest("input", node.name), varies=True)
+            counted = "pos" in node.name and not self.told_apart
+            how = digest("position", 0) if counted else digest("input", node.name)
+            flows.values[node] = Flow(labels, how, varies=True)
             return
         if math.prod(sizes) > _SMALL:
             raise NotShared(f"the input {node.name} of shape {list(shape(node))} is not one number a token")

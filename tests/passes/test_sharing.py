@@ -170,6 +170,50 @@ def test_positions_that_every_call_counts_anew_are_refused() -> None:
     assert paged_inductor.explain(model).graphs[-1].sharing == reason
 
 
+class Placed(Decoder):
+    """Its positions are an argument, or counted, or both, by what `place` makes of them."""
+
+    def forward(self, ids: Tensor, past: Any = None, pos: Any = None) -> tuple[Tensor, Any]:
+        self.parts["embed"] = lambda m, ids, seen: (
+            m.embed(ids) + m.embed(m.parts["place"](pos, torch.arange(seen, seen + ids.shape[1])[None]))
+        )
+        return super().forward(ids, past)
+
+
+def digests(place: Callable[..., Tensor]) -> list[bytes]:
+    """How K and V of a prompt, and of a step behind it, are computed."""
+    found: list[bytes] = []
+    apply = ProveSharing.apply
+
+    def recorded(self: ProveSharing, state: Any) -> int:
+        count = apply(self, state)
+        assert state.sharing.reason == ""
+        found.append(state.sharing.digest)
+        return count
+
+    torch._dynamo.reset()
+    model = paged_inductor.page(Placed(place=place), inner="eager")
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProveSharing, "apply", recorded)
+        _, past = model(prompt(1), None, pos=torch.arange(COUNT)[None])
+        model(prompt(1)[:, :1], past, pos=torch.tensor([[COUNT]]))
+    return found
+
+
+def test_positions_are_the_same_whether_they_are_passed_or_counted() -> None:
+    passed = digests(lambda pos, counted: pos)
+    assert len(set(passed)) == 1
+    assert passed == digests(lambda pos, counted: counted)
+
+
+def test_positions_from_two_places_are_told_apart() -> None:
+    """They may differ, and then it counts which is which."""
+    one = digests(lambda pos, counted: pos * 2 + counted)
+    other = digests(lambda pos, counted: counted * 2 + pos)
+    assert len(set(one)) == len(set(other)) == 1
+    assert one != other
+
+
 def test_the_reason_is_shown() -> None:
     model = Decoder(mix=lambda m, x, extra: x.flip(1))
     reasons(model, prompt(), steps=0)
