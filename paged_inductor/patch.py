@@ -12,6 +12,7 @@ from torch import nn
 from ._errors import PatchError
 from .backend import BackendOptions
 from .compiling import compile_paged
+from .plain_reuse import PlainReuse
 from .reuse import Reuse
 
 __all__ = ["PagedForward", "is_paged", "page", "unpage"]
@@ -30,7 +31,9 @@ class PagedForward:
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(module.forward)
         self._call: Any = None
-        self._reuse = Reuse(self.__signature__)
+        signature = self.__signature__
+        begins = "logits_to_keep" in signature.parameters
+        self._reuse = Reuse(signature) if begins else PlainReuse(module, signature)
 
     @property
     def options(self) -> dict[str, Any]:

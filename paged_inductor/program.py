@@ -15,7 +15,7 @@ from .group_plan import GroupPlan
 from .passes import GraphState
 from .replay import Replay
 from .runtime import Preempted, View, manager
-from .sharing import Sharer, StalePrefix, loans
+from .sharing import Loan, Sharer, StalePrefix, loans
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor
 from .triangles import Triangles
@@ -90,8 +90,7 @@ class PagedProgram:
     def _attempt(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:
         """One attempt at `_step`; raises `Preempted`, with everything given back, if it must be made again."""
         steps: list[Step] = []
-        if loans:
-            self._confirm(args)
+        lent = self._confirm(args) if loans else ()
         if not self._triangles.hold(args):
             return None
         try:
@@ -135,7 +134,9 @@ class PagedProgram:
             runtime.end(views)
         commit(steps)
         if self._sharer is not None and root is not None:
-            self._sharer.finish(args, self._plans, views, root)
+            self._sharer.finish(args, self._plans, views, root, dense)
+        for loan in lent:
+            loan.outputs, loan.views = dense, views
         for plan, step in zip(self._plans, steps):
             if plan.static is not None and step.extent is not None:
                 plan.static.succeeded(args, step.extent - plan.count(args))
@@ -144,16 +145,19 @@ class PagedProgram:
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
         return dense, steps
 
-    def _confirm(self, args: Sequence[Any]) -> None:
-        """Raise `StalePrefix` if the call goes on from a lent prefix that this graph would have computed otherwise."""
+    def _confirm(self, args: Sequence[Any]) -> Sequence[Loan]:
+        """The loans of the prefix that the call goes on from; raises `StalePrefix` if this graph would have computed it
+        otherwise."""
         views: list[View] = [args[plan.inputs[0][0]]._view for plan in self._plans if plan.inputs]
         lent = [loan for view in views if (loan := loans.get(view)) is not None]
         if not lent:
-            return
-        if len(lent) != len(self._plans) or self._sharer is None or not self._sharer.confirm(args, views):
+            return ()
+        sharer = self._sharer if len(lent) == len(self._plans) else None
+        if sharer is None or not all(sharer.confirm(args, views, loan.results) for loan in set(lent)):
             raise StalePrefix
         for loan in lent:
             loan.confirmed = True
+        return lent
 
     def _results(self, args: Sequence[Any], dense: Sequence[Any], steps: Sequence[Step]) -> tuple[Any, ...]:
         results: list[Any] = [None] * self._num_outputs

@@ -8,7 +8,7 @@ the caller made, or one that the model makes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,65 +16,54 @@ from torch import Tensor
 
 from . import dynamic_caches
 from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers
-from .runtime import CacheGroup, Policy, View, lend, manager
-from .sharing import Loan, Sharer, StalePrefix, group_root, learner, loans, registering, row_tokens
+from .prompts import Known, Observer, borrow, policy
+from .sharing import Loan, StalePrefix, loans
 
 __all__ = ["Reuse"]
 
 _CACHE_KEYWORDS = ("cache", "past_key_values")  # today's name, and that of older versions
 
 
-class _Known(NamedTuple):
-    """How a model's prompts become caches. weights: among the arguments of `sharer`'s graph. layers: of a cache."""
+class _Form(NamedTuple):
+    """What prompts become that are passed in one way. layers: of a cache."""
 
-    sharer: Sharer
-    weights: Mapping[int, Tensor]
-    groups: Sequence[CacheGroup]
+    known: Known
     layers: Layers
 
 
-class _Observer:
-    """Remembers the last step that began new caches."""
-
-    seen: tuple[Sharer, Mapping[int, Tensor], Sequence[View]] | None = None
-
-    def learn(self, sharer: Sharer, args: Sequence[Any], views: Sequence[View]) -> None:
-        """See `Learner`."""
-        self.seen = sharer, sharer.weights.tensors(args), views
-
-
 class Reuse:
-    """The cached prompts of one model. It learns from the first call how the model's prompts become caches."""
+    """The cached prompts of one model of transformers' kind. It learns from the first call how its prompts become
+    caches."""
 
     def __init__(self, signature: inspect.Signature) -> None:
-        """signature: of the model's `forward`."""
-        self._known: dict[tuple[str, ...], _Known] = {}  # by which tensors are passed
+        """signature: of the model's `forward`, which takes `logits_to_keep`."""
+        self._forms: dict[tuple[str, ...], _Form] = {}  # by which tensors are passed
         self._made: dict[object, EmptyCache] = {}  # caches that the model makes by itself, by `use_cache`
         names = signature.parameters
-        self._names = tuple(names) if "logits_to_keep" in names else ()
+        self._names = tuple(names)
         self._cache_keyword = next((name for name in _CACHE_KEYWORDS if name in names), "")
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`, without computing what is cached of the prompt."""
         if args and len(args) <= len(self._names) and kwargs.keys().isdisjoint(self._names[: len(args)]):
             args, kwargs = (), {**dict(zip(self._names, args)), **kwargs}  # one graph, however ids are passed
-        if args or not Policy.of(manager().tenants.current(), registering.get() is not None).shares:
+        if args or not policy().shares:
             return function(*args, **kwargs)
         begun = self._begun(kwargs)
         if begun is None:
             return function(**kwargs)
         cache, kwargs = begun
         form = tuple(sorted(name for name, value in kwargs.items() if isinstance(value, Tensor)))
-        known = self._known.get(form)
-        if known is None or cache is None or not cache.has_room_for(len(known.layers)):
+        seen = self._forms.get(form)
+        if seen is None or cache is None or not cache.has_room_for(len(seen.layers)):
             return self._observe(function, kwargs, cache, form)
-        views = self._borrow(known, kwargs)
+        views = borrow(seen.known, kwargs.get, kwargs["input_ids"].shape[1] - kwargs["logits_to_keep"])
         if views is None:
             return self._observe(function, kwargs, cache, form)
         loan = Loan()
         loans.update(dict.fromkeys(views, loan))
         try:
-            cache.fill(known.layers, views)
+            cache.fill(seen.layers, views)
             result = function(**_rest(kwargs, views[0].length))
             if loan.confirmed:
                 return result
@@ -115,46 +104,23 @@ class Reuse:
         self, function: Callable[..., Any], kwargs: dict[str, Any], cache: EmptyCache | None, form: tuple[str, ...]
     ) -> Any:
         """Call, and see where the caches that were begun ended up."""
-        observer = _Observer()
-        token = learner.set(observer)
-        try:
+        with Observer.watching() as observer:
             result = function(**kwargs)
-        finally:
-            learner.reset(token)
-        if observer.seen is not None:
-            sharer, weights, views = observer.seen
-            value = dynamic_caches.returned(result) if cache is None else cache.value
-            layers = dynamic_caches.layers_of(value, views)
-            if layers is not None:
-                self._known[form] = _Known(sharer, weights, [view.group for view in views], layers)
-                if cache is None:
-                    self._made[kwargs.get("use_cache")] = EmptyCache.like(value)
+        value = dynamic_caches.returned(result) if cache is None else cache.value
+        layers = dynamic_caches.layers_of(value, observer.views)
+        if layers is not None and observer.known is not None and self._by_keyword(observer.known):
+            self._forms[form] = _Form(observer.known, layers)
+            if cache is None:
+                self._made[kwargs.get("use_cache")] = EmptyCache.like(value)
         return result
 
     @staticmethod
-    def _borrow(known: _Known, kwargs: dict[str, Any]) -> list[View] | None:
-        """Views of what is cached of a prompt, or None."""
-        sharer = known.sharer
-        sharing = sharer.sharing
-        names = {name: sharer.keywords[name] for name in (sharing.ids, *sharing.positions, *sharing.others)}
-        if (
-            sharing.whole
-            or names[sharing.ids] != "input_ids"
-            or any(kwargs.get(keyword) is None for keyword in names.values())
-        ):
-            return None
-        ids: Tensor = kwargs["input_ids"]
-        policy = Policy.of(manager().tenants.current(), registering.get() is not None)
-        root = sharer.root(known.weights, policy.salt)
-        positions = [kwargs[names[name]] for name in sharing.positions]
-        prompts = row_tokens(
-            ids, positions, [kwargs[names[name]] for name in sharing.others], kwargs.get("attention_mask"), 0
-        )
-        if root is None or prompts is None:
-            return None
-        longest = ids.shape[1] - kwargs["logits_to_keep"]
-        roots = [group_root(root, g) for g in range(len(known.groups))]
-        return lend(manager(), known.groups, roots, prompts, longest, policy, "a cached prompt")
+    def _by_keyword(known: Known) -> bool:
+        """Whether the tokens that matter are those that `_begun` looks at."""
+        places, sharing = known.sharer.places, known.sharer.sharing
+        mask = places[sharing.mask] if sharing.mask else "attention_mask"
+        along = [places[name] for name in (*sharing.positions, *sharing.others)]
+        return places[sharing.ids] == "input_ids" and mask == "attention_mask" and all(p in WITH_TOKENS for p in along)
 
 
 def _rest(kwargs: Mapping[str, Any], length: int) -> dict[str, Any]:

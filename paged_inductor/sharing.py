@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from .passes import Sharing
+from .passes.tensors import source_name
 from .runtime import Policy, RowNames, Tokens, View, manager, settle
+from .sizes import shape_check
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -39,10 +41,18 @@ class StalePrefix(Exception):
 
 
 class Loan:
-    """A view of a prefix that a prompt is about to go on from. confirmed: the graph that did so would have computed it
-    in the same way."""
+    """A view of a prefix that a prompt is about to go on from.
 
-    confirmed = False
+    results: of the graph of whole prompts, if what it returns is wanted (see `Sharing`). confirmed: the graph that went
+    on would have computed the prefix in the same way, and what it returns. outputs, views: that, and the views that it
+    filled.
+    """
+
+    def __init__(self, results: bytes | None = None) -> None:
+        self.results = results
+        self.confirmed = False
+        self.outputs: Sequence[Any] = ()
+        self.views: Sequence[View] = ()
 
 
 class Registration:
@@ -54,8 +64,8 @@ class Registration:
 class Learner(Protocol):
     """Who wants to know of steps that began new caches."""
 
-    def learn(self, sharer: Sharer, args: Sequence[Any], views: Sequence[View]) -> None:
-        """`sharer`'s graph was called with `args`, and filled `views`, one of each group."""
+    def learn(self, sharer: Sharer, args: Sequence[Any], views: Sequence[View], outputs: Sequence[Any]) -> None:
+        """`sharer`'s graph was called with `args`, filled `views`, one of each group, and returned `outputs`, too."""
 
 
 loans: WeakKeyDictionary[View, Loan] = WeakKeyDictionary()
@@ -77,7 +87,8 @@ class Sharer:
         self._mask = position[sharing.mask] if sharing.mask else None
         self._whole = [position[name] for name in sharing.whole]
         self.weights = Weights({name: position[name] for name in sharing.weights})
-        self.keywords = {name: _keyword(captured[at]) for name, at in position.items()}
+        self.places = {name: _place(captured[at]) for name, at in position.items()}
+        self.admits = shape_check(captured[self._ids].meta["example_value"].shape)
 
     def root(self, args: Sequence[Any] | Mapping[int, Any], salt: bytes) -> bytes | None:
         """What all names begin with: the weights, and how they are used; None if the weights have no identity."""
@@ -86,7 +97,7 @@ class Sharer:
             return None
         whole = [(args[i].dtype, args[i].tolist()) for i in self._whole]
         forgotten = manager().prefixes_forgotten
-        facts = (self.sharing.digest, weights, forgotten, salt, len(self._positions), len(self._others), whole)
+        facts = (self.sharing.digest, weights, forgotten, salt, len(self._others), whole)
         return sha256(repr(facts).encode()).digest()
 
     def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> bytes | None:
@@ -102,8 +113,16 @@ class Sharer:
             return None
         return self.root(args, lead.tenant.salt)
 
-    def finish(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View], root: bytes) -> None:
-        """The step succeeded: name what it stored, and share it. root: from `begin`."""
+    def finish(
+        self,
+        args: Sequence[Any],
+        plans: Sequence[GroupPlan],
+        views: Sequence[View],
+        root: bytes,
+        outputs: Sequence[Any],
+    ) -> None:
+        """The step succeeded: name what it stored, and share it. root: from `begin`. outputs: what the graph returns
+        besides caches."""
         registration = registering.get()
         policy = Policy.of(views[0].tenant, registration is not None)
         if self.root(args, views[0].tenant.salt) != root:  # the weights were written to meanwhile
@@ -122,7 +141,7 @@ class Sharer:
                 lengths = (len(known.digests) * view.group.block_size for known in names if known)
                 registration.tokens = max(registration.tokens, *lengths, 0)
         if starts and policy.shares and (who := learner.get()) is not None:
-            who.learn(self, args, views)
+            who.learn(self, args, views, outputs)
 
     def _tokens(self, args: Sequence[Any], old: int) -> list[Tokens] | None:
         """The new tokens of each row, the first of which is token `old`."""
@@ -147,8 +166,10 @@ class Sharer:
             names.append(known.extended(tokens.ids, tokens.deviations, later, size))
         return names
 
-    def confirm(self, args: Sequence[Any], views: Sequence[View]) -> bool:
-        """Whether this graph would have computed these views' tokens in the same way."""
+    def confirm(self, args: Sequence[Any], views: Sequence[View], results: bytes | None) -> bool:
+        """Whether this graph would have computed these views' tokens in the same way, and results as wanted."""
+        if results is not None and results != self.sharing.results:
+            return False
         root = self.root(args, manager().tenants.current().salt)
         return root is not None and all(
             row.names is not None and row.names.root == group_root(root, g)
@@ -204,9 +225,9 @@ def _by_row(values: Tensor, count: int) -> list[list[Any]]:
     return rows if len(rows) == count else rows * count
 
 
-def _keyword(node: Node) -> str:
-    """The keyword argument of the compiled function that an input is, or ''."""
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    name = name() if callable(name) else name
-    match = re.fullmatch(r"L\['kwargs'\]\['(\w+)'\]", name)
-    return match.group(1) if match else ""
+def _place(node: Node) -> str | int | None:
+    """The argument of the compiled function that an input is, by keyword or by position; None if it is none."""
+    match = re.fullmatch(r"L\['(?:kwargs'\]\['(\w+)'|args'\]\[(\d+))\]", source_name(node))
+    if match is None:
+        return None
+    return match.group(1) or int(match.group(2))

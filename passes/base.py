@@ -255,7 +255,8 @@ class Sharing:
     tokens. positions, others: integers [B, S], [1, S] or [S], of which those at a token belong to it. mask: [B,
     kv_len], of which column k belongs to token k: 1 if it can be seen. weights: parameters and buffers. whole: small
     tensors that belong to no position. digest: equal for graphs that compute K and V in the same way. starts: it
-    begins new caches.
+    begins new caches. results: equal for graphs that compute everything else that they return in the same way, from the
+    tokens up to the last positions, of which they look at `last`; b"" if that is not proven.
     """
 
     reason: str = ""
@@ -267,6 +268,8 @@ class Sharing:
     whole: tuple[str, ...] = ()
     digest: bytes = b""
     starts: bool = False
+    results: bytes = b""
+    last: int = 0
 
 
 @dataclass(frozen=True)

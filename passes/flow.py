@@ -46,13 +46,15 @@ class Flow:
 
     labels: of each dimension: BATCH, TOKENS, MERGED (both, rows outermost), or "" (features, or size 1). digest: equal
     for values that are computed in the same way, whatever the lengths. varies: it depends on inputs that come with the
-    tokens. offset: it holds integers, the index along the tokens of this call plus this.
+    tokens. offset: it holds integers, the index along the tokens of this call plus this. last: it was picked from so
+    many last positions of the call; 0 if it was not.
     """
 
     labels: tuple[str, ...]
     digest: bytes
     varies: bool = False
     offset: sympy.Expr | None = None
+    last: int = 0
 
 
 Handler = Callable[..., Any]
@@ -173,8 +175,11 @@ class Flows:
         sizes = self.sizes(node)
         found = self.labelled(sizes, labels)
         dtype = node.meta["example_value"].dtype
+        last = max((flow.last for flow in operands), default=0)
+        if last and any(TOKENS in label for label in found):
+            raise NotShared(f"{node.name} depends on what picks some of the positions")
         how = digest(name, dtype, feature_sizes(sizes, found), *facts, *(flow.digest for flow in operands))
-        return Flow(found, how, any(flow.varies for flow in operands))
+        return Flow(found, how, any(flow.varies for flow in operands), last=last)
 
 
 def feature_sizes(sizes: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:

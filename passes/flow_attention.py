@@ -100,7 +100,7 @@ class AttentionFlows:
             flows.operands[site.node].append(sinks)
         value = site.node.meta["example_value"]
         how = digest("attention", value.dtype, int(site.value.size("D")), *facts, *(each.digest for each in operands))
-        return Flow(flows.labelled(flows.sizes(site.node), [labels[dim] for dim in order]), how, True)
+        return Flow(flows.labelled(flows.sizes(site.node), [labels[dim] for dim in order]), how, True, last=flow.last)
 
     def _window(self, site: AttentionSite, mask: Node | None) -> int | None:
         """How many tokens a query sees, itself included, if not all up to itself; raises unless it sees exactly these,

@@ -101,7 +101,7 @@ def _dropout(flows: Flows, node: Node, x: Node, p: float = 0.5, training: bool =
 # -- over features -------------------------------------------------------------------------------------------
 
 
-@handles("mean", "sum", "amax", "amin", "var", "std", "norm", "softmax", "log_softmax")
+@handles("mean", "sum", "amax", "amin", "argmax", "argmin", "var", "std", "norm", "softmax", "log_softmax")
 def _reduce(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
     flow = flows.resolved(flows.of(x))
     count = len(flow.labels)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .flow import Flow, Flows, NotShared, digest, dim_index, handles, reshaped
+from .flow import TOKENS, Flow, Flows, NotShared, digest, dim_index, handles, reshaped
 from .flow_ops import looked_up
 from .tensors import is_tensor
 
@@ -18,6 +18,17 @@ __all__: list[str] = []
 
 def _kept(flow: Flow, labels: Sequence[str]) -> Flow:
     return replace(flow, labels=tuple(labels))
+
+
+def _reordered(flows: Flows, x: Node, order: Sequence[int]) -> Flow:
+    """The flow of `x` with its dimensions in another order; another way to compute, if features change places."""
+    flow, sizes = flows.of(x), flows.sizes(x)
+    features = [dim for dim in order if sizes[dim] != 1 and not flow.labels[dim]]
+    if features != sorted(features):
+        kept = [sizes[dim] for dim in sorted(features)]
+        places = [sorted(features).index(dim) for dim in features]
+        flow = replace(flows.resolved(flow), digest=digest("reordered", kept, places, flow.digest))
+    return _kept(flow, [flow.labels[dim] for dim in order])
 
 
 @handles("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
@@ -32,24 +43,31 @@ def _view(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
 
 @handles("transpose", "swapaxes")
 def _transpose(flows: Flows, node: Node, x: Node, a: int, b: int) -> Flow:
-    flow = flows.of(x)
-    labels = list(flow.labels)
-    a, b = dim_index(a, len(labels)), dim_index(b, len(labels))
-    labels[a], labels[b] = labels[b], labels[a]
-    return _kept(flow, labels)
+    order = list(range(len(flows.sizes(x))))
+    a, b = dim_index(a, len(order)), dim_index(b, len(order))
+    order[a], order[b] = order[b], order[a]
+    return _reordered(flows, x, order)
 
 
 @handles("permute")
 def _permute(flows: Flows, node: Node, x: Node, *dims: Any) -> Flow:
-    flow = flows.of(x)
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
-    return _kept(flow, [flow.labels[dim_index(dim, len(flow.labels))] for dim in order])
+    return _reordered(flows, x, [dim_index(dim, len(order)) for dim in order])
 
 
 @handles("t")
 def _t(flows: Flows, node: Node, x: Node) -> Flow:
-    flow = flows.of(x)
-    return _kept(flow, flow.labels[::-1])
+    return _reordered(flows, x, range(len(flows.sizes(x)))[::-1])
+
+
+@handles("getattr")
+def _attribute(flows: Flows, node: Node, x: Node, name: str) -> Flow:
+    order = list(range(len(flows.sizes(x))))
+    if name == "T" and len(order) == 2:
+        return _reordered(flows, x, order[::-1])
+    if name == "mT":
+        return _reordered(flows, x, [*order[:-2], order[-1], order[-2]])
+    raise NotShared(f"{node.name} is an attribute that is not understood")
 
 
 @handles("expand", "expand_as", "broadcast_to")
@@ -86,7 +104,7 @@ def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
         items[at : at + 1] = [slice(None)] * (len(flow.labels) - taken)
     else:
         items += [slice(None)] * (len(flow.labels) - taken)
-    labels, facts, dim = [], [], 0
+    labels, facts, dim, last = [], [], 0, flow.last
     for item in items:
         if item is None:
             labels.append("")
@@ -95,14 +113,28 @@ def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
         dim += 1
         if isinstance(item, slice) and _whole(flows, item, size):
             labels.append(label)
-        elif label or not isinstance(item, slice | int) or isinstance(item, bool):
+        elif isinstance(item, list) and not label and all(type(each) is int for each in item) and _alone(item, items):
+            facts.append((dim - 1 - len(flow.labels), tuple(item)))
+            labels.append("")
+        elif not isinstance(item, slice | int) or isinstance(item, bool):
             raise NotShared(f"{node.name} picks some of the positions")
+        elif size == 1 and (isinstance(item, int) or flows.sizes(node)[len(labels)] == 1):  # all that is there
+            labels += [""] * isinstance(item, slice)
+        elif label:
+            last = _last(item)
+            if label != TOKENS or not last or (isinstance(item, slice) and flows.sizes(node)[len(labels)] != last):
+                raise NotShared(f"{node.name} picks some of the positions")
+            if last > 1:  # of one, each value is what it was
+                facts.append((dim - 1 - len(flow.labels), _bounds(flows, item)))
+            labels += [""] * isinstance(item, slice)
         else:
             facts.append((dim - 1 - len(flow.labels), _bounds(flows, item)))
             labels += [""] * isinstance(item, slice)
+    if last:
+        flow = replace(flows.resolved(flow), last=last)
     if not facts:
         return _kept(flow, labels)
-    return flows.made(node, "getitem", [flows.resolved(flow)], labels, *facts)
+    return replace(flows.made(node, "getitem", [flows.resolved(flow)], labels, *facts), last=last)
 
 
 def _whole(flows: Flows, item: slice, size: int) -> bool:
@@ -110,6 +142,19 @@ def _whole(flows: Flows, item: slice, size: int) -> bool:
         return False
     stop = item.stop.meta.get("example_value") if isinstance(item.stop, Node) else item.stop
     return stop is None or (isinstance(stop, int | torch.SymInt) and flows.size(stop) == size)
+
+
+def _alone(item: list[int], items: Sequence[Any]) -> bool:
+    """Whether no other index is one that would change where the dimension of `item` is."""
+    return all(each is item or each is None or isinstance(each, slice) for each in items)
+
+
+def _last(item: slice | int) -> int:
+    """How many last positions an index picks; 0 if it picks others."""
+    if isinstance(item, int):
+        return int(item == -1)
+    first = item.start
+    return -first if isinstance(first, int) and first < 0 and item.stop is None and item.step in (None, 1) else 0
 
 
 def _bounds(flows: Flows, item: slice | int) -> object:
@@ -131,7 +176,7 @@ def _split(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> tupl
         labels = [label for d, label in enumerate(flow.labels) if name != "unbind" or d != dim]
         sizes = tuple(map(flows.size, part.shape))
         how = digest(name, dim - len(flow.labels), i, sizes[dim] if name != "unbind" else 0, flow.digest)
-        parts.append(Flow(flows.labelled(sizes, labels), how, flow.varies))
+        parts.append(Flow(flows.labelled(sizes, labels), how, flow.varies, last=flow.last))
     return tuple(parts)
 
 

@@ -8,6 +8,7 @@ exactly those up to itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
@@ -19,7 +20,7 @@ from .base import GraphState, Pass, Sharing
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_attention import AttentionFlows, new_tokens
 from .mask_effects import Writers
-from .tensors import expr, shape
+from .tensors import expr, is_tensor, shape, source_name
 
 __all__ = ["ProveSharing"]
 
@@ -33,18 +34,26 @@ class ProveSharing(Pass):
         if not state.sites:
             return 0
         try:
-            state.sharing = _Proof(state).result()
+            proof = _Proof(state)
+            state.sharing = proof.result()
+            if proof.mixes:
+                state.sharing = _Proof(state, told_apart=True).result()
         except NotShared as reason:
             state.sharing = Sharing(reason=str(reason))
         return int(not state.sharing.reason)
 
 
 class _Proof:
-    def __init__(self, state: GraphState) -> None:
+    """mixes: positions come from more than one place; what comes from an input must be told apart from what is counted
+    then. Else it is the same if an input says what would be counted, which belongs to a token's name if it does not."""
+
+    def __init__(self, state: GraphState, told_apart: bool = False) -> None:
         kinds = {group.kind for group in state.groups}
         if kinds not in ({"create"}, {"append"}):
             raise NotShared(f"its caches are of kind {' and '.join(sorted(kinds))}, not all begun or all extended here")
         self.state = state
+        self.told_apart = told_apart
+        self.mixes = False
         self.creates = kinds == {"create"}
         lead = state.groups[0].sites[0]
         equal = equal_lengths(state)
@@ -77,17 +86,21 @@ class _Proof:
         return self._sharing(digest(*digests))
 
     def _sharing(self, how: bytes) -> Sharing:
-        visited = self._visited()
-        attentions = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
-        for writer in Writers(self.state.gm.graph).all_of(visited):
-            if writer not in attentions:
-                raise NotShared(f"{writer.name} writes in place to what K and V come from")
+        visited = self._visited(new_tokens(site) for site in self.state.sites)
+        writer = self._writer(visited)
+        if writer is not None:
+            raise NotShared(f"{writer.name} writes in place to what K and V come from")
         role = {node: self.roles[node] for node in self.state.placeholders if node in visited and node in self.roles}
         aligned = [node for node, kind in role.items() if kind == "aligned"]
         ids = [node for node in aligned if len(shape(node)) == 2 and "pos" not in node.name]
         if not ids or self.flows.sizes(ids[0])[0] != self.flows.num_rows:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
+        results, last = self._results(role)
+        everything = visited | self._visited(self._returned())
+        flows = (self.flows.values.get(node) for node in everything)
+        counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
+        self.mixes = len(positions) > 1 or (bool(positions) and any(counted))
         return Sharing(
             ids=ids[0].name,
             positions=tuple(positions),
@@ -97,11 +110,47 @@ class _Proof:
             whole=tuple(node.name for node, kind in role.items() if kind == "whole"),
             digest=how,
             starts=self.creates and self.flows.num_tokens > 1,
+            results=results,
+            last=last,
         )
 
-    def _visited(self) -> set[Node]:
+    def _results(self, role: Mapping[Node, str]) -> tuple[bytes, int]:
+        """What `Sharing` says of the graph's other results. role: of the inputs that K and V come from."""
+        nodes = self._returned()
+        try:
+            flows = [self.flows.resolved(self.flows.of(node)) for node in nodes]
+        except NotShared:
+            return b"", 0
+        visited = self._visited(nodes)
+        inputs = [node for node in self.state.placeholders if node in visited and is_tensor(node)]
+        if (
+            any(TOKENS in label for flow in flows for label in flow.labels)
+            or any(node not in role and self.roles.get(node) != "weight" for node in inputs)
+            or self._writer(visited | set(self.state.placeholders)) is not None
+        ):
+            return b"", 0
+        shapes = [
+            [label or size for label, size in zip(flow.labels, self.flows.sizes(node))]
+            for flow, node in zip(flows, nodes)
+        ]
+        sources = [source_name(node) for node in inputs]  # the names of nodes are not those of weights
+        how = digest(shapes, sorted(sources), *(flow.digest for flow in flows))
+        return how, max([1, *(flow.last for flow in flows)])
+
+    def _returned(self) -> list[Node]:
+        """What the graph returns besides caches."""
+        kept = {output.position for site in self.state.sites for output in site.outputs}
+        (returned,) = self.state.gm.graph.output_node().args
+        return [node for i, node in enumerate(returned) if i not in kept]  # type: ignore[arg-type, misc]
+
+    def _writer(self, nodes: set[Node]) -> Node | None:
+        """What writes to one of `nodes` in place."""
+        attentions = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
+        return next((node for node in Writers(self.state.gm.graph).all_of(nodes) if node not in attentions), None)
+
+    def _visited(self, nodes: Iterable[Node]) -> set[Node]:
         visited: set[Node] = set()
-        pending = [new_tokens(site) for site in self.state.sites]
+        pending = list(nodes)
         while pending:
             node = pending.pop()
             if node not in visited:
@@ -128,7 +177,9 @@ class _Proof:
                 raise NotShared(f"the input {node.name} may run along the tokens or along the rows")
             self.roles[node] = "aligned"
             labels = flows.labelled(sizes, (BATCH, TOKENS)[2 - len(sizes) :])
-            flows.values[node] = Flow(labels, digest("input", node.name), varies=True)
+            counted = "pos" in node.name and not self.told_apart
+            how = digest("position", 0) if counted else digest("input", node.name)
+            flows.values[node] = Flow(labels, how, varies=True)
             return
         if math.prod(sizes) > _SMALL:
             raise NotShared(f"the input {node.name} of shape {list(shape(node))} is not one number a token")
@@ -138,7 +189,5 @@ class _Proof:
 
 def _is_weight(node: Node) -> bool:
     """Whether an input is a parameter or a buffer of a module."""
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    name = name() if callable(name) else name
+    name = source_name(node)
     return node.type is torch.nn.Parameter or "._parameters[" in name or "._buffers[" in name

@@ -10,7 +10,7 @@ import torch
 from torch import SymInt
 from torch.fx import Node
 
-__all__ = ["argument", "expr", "hint", "is_call", "is_tensor", "same_size", "shape"]
+__all__ = ["argument", "expr", "hint", "is_call", "is_tensor", "same_size", "shape", "source_name"]
 
 
 def is_tensor(node: object) -> TypeGuard[Node]:
@@ -39,6 +39,12 @@ def same_size(a: int | SymInt, b: int | SymInt) -> bool:
         return a == b
     x, y = expr(a), expr(b)
     return x == y or sympy.simplify(x - y) == 0
+
+
+def source_name(node: Node) -> str:
+    """Where an input of the graph comes from, as an expression of the captured function's locals; '' if unknown."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return name() if callable(name) else name
 
 
 def is_call(node: object, functions: Sequence[Any], methods: Sequence[str] = ()) -> bool:

@@ -213,6 +213,28 @@ def test_a_loop_whose_model_makes_the_cache_does_not_compute_what_is_cached(opti
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_generate_and_loops_share() -> None:
+    """One passes position ids, the other one lets the model count them."""
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    assert paged_inductor.register_prefix(pair.paged, tokens(40)) == 32
+    with tenant("tenant"):
+        first = pair.generate(tokens(40))[0].past_key_values
+        got, other = answer(pair.paged, tokens(40), logits_to_keep=1)
+        assert torch.equal(got, answer(pair.dense, tokens(40))[0])
+        assert blocks(first)[0][:2] == blocks(other)[0][:2]
+        del first
+        before = hits()
+        got, _ = answer(pair.paged, torch.cat([tokens(32), tokens(9, 1)], 1), logits_to_keep=1)
+        assert torch.equal(got, answer(pair.dense, torch.cat([tokens(32), tokens(9, 1)], 1))[0])
+        assert hits() - before == 32
+        shifted = {"position_ids": torch.arange(3, 43)[None]}
+        got, third = answer(pair.paged, tokens(40), logits_to_keep=1, **shifted)
+        assert torch.equal(got[:, :41], answer(pair.dense, tokens(40), **shifted)[0][:, :41])
+        assert not set(blocks(third)[0]) & set(blocks(other)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_an_empty_cache_without_layers_is_filled() -> None:
     torch.manual_seed(0)
     pair = Pair(llama())

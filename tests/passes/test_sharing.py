@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paged_inductor
+from paged_inductor.passes.sharing import ProveSharing
 
 VOCAB, DIM, HEADS = 31, 16, 2
 COUNT = 9
@@ -169,8 +170,133 @@ def test_positions_that_every_call_counts_anew_are_refused() -> None:
     assert paged_inductor.explain(model).graphs[-1].sharing == reason
 
 
+class Placed(Decoder):
+    """Its positions are an argument, or counted, or both, by what `place` makes of them."""
+
+    def forward(self, ids: Tensor, past: Any = None, pos: Any = None) -> tuple[Tensor, Any]:
+        self.parts["embed"] = lambda m, ids, seen: (
+            m.embed(ids) + m.embed(m.parts["place"](pos, torch.arange(seen, seen + ids.shape[1])[None]))
+        )
+        return super().forward(ids, past)
+
+
+def digests(place: Callable[..., Tensor]) -> list[bytes]:
+    """How K and V of a prompt, and of a step behind it, are computed."""
+    found: list[bytes] = []
+    apply = ProveSharing.apply
+
+    def recorded(self: ProveSharing, state: Any) -> int:
+        count = apply(self, state)
+        assert state.sharing.reason == ""
+        found.append(state.sharing.digest)
+        return count
+
+    torch._dynamo.reset()
+    model = paged_inductor.page(Placed(place=place), inner="eager")
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProveSharing, "apply", recorded)
+        _, past = model(prompt(1), None, pos=torch.arange(COUNT)[None])
+        model(prompt(1)[:, :1], past, pos=torch.tensor([[COUNT]]))
+    return found
+
+
+def test_positions_are_the_same_whether_they_are_passed_or_counted() -> None:
+    passed = digests(lambda pos, counted: pos)
+    assert len(set(passed)) == 1
+    assert passed == digests(lambda pos, counted: counted)
+
+
+def test_positions_from_two_places_are_told_apart() -> None:
+    """They may differ, and then it counts which is which."""
+    one = digests(lambda pos, counted: pos * 2 + counted)
+    other = digests(lambda pos, counted: counted * 2 + pos)
+    assert len(set(one)) == len(set(other)) == 1
+    assert one != other
+
+
 def test_the_reason_is_shown() -> None:
     model = Decoder(mix=lambda m, x, extra: x.flip(1))
     reasons(model, prompt(), steps=0)
     lines = str(paged_inductor.explain(model)).splitlines()
     assert "graph 1 does not share prefixes: flip at flip may mix positions" in lines
+
+
+class Finished(Decoder):
+    """Returns finish(model, x) besides its cache."""
+
+    def forward(self, ids: Tensor, past: Any = None, extra: Any = None) -> tuple[Tensor, Any]:
+        x, presents = super().forward(ids, past, extra)
+        return self.parts["finish"](self, x), presents
+
+
+def results(finish: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
+    """What is proven of the results of a prompt, of a second part of it, and of a step."""
+    found: list[tuple[bytes, int]] = []
+    apply = ProveSharing.apply
+
+    def recorded(self: ProveSharing, state: Any) -> int:
+        count = apply(self, state)
+        found.append((state.sharing.results, state.sharing.last))
+        return count
+
+    monkeypatch.setattr(ProveSharing, "apply", recorded)
+    model = paged_inductor.page(Finished(finish=finish), inner="eager")
+    with torch.no_grad():
+        _, past = model(prompt())
+        _, past = model(prompt()[:, :5], past)
+        model(prompt()[:, :1], past)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("finish", "last"),
+    [
+        (lambda m, x: x[:, -1], 1),
+        (lambda m, x: m.norm(x)[:, -1:].softmax(-1), 1),
+        (lambda m, x: m.norm(x[:, -1:]).argmax(-1), 1),
+        (lambda m, x: x[..., -1, :].mT, 1),
+        (lambda m, x: x[:, -1].T[:4] if x.shape[1] > 1 else x[:, 0].T[:4], 1),
+    ],
+    ids=["last", "of one", "of all", "mT", "T"],
+)
+def test_results_of_the_last_position(finish: Any, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part, step = results(finish, monkeypatch)
+    assert whole == part == step
+    assert len(whole[0]) == 32 and whole[1] == last
+
+
+def test_results_of_the_last_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part, step = results(lambda m, x: x[:, -3:], monkeypatch)
+    assert whole == part and whole[1] == 3
+    assert step != whole
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        lambda m, x: x,
+        lambda m, x: x[:, -2:-1],
+        lambda m, x: x[:, 0],
+        lambda m, x: x[:, -1] + x.amax(1),
+        lambda m, x: x[:, -1].flip(0),
+        lambda m, x: x[:, -1].add_(1),
+    ],
+)
+def test_results_that_are_not_proven(finish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert results(finish, monkeypatch)[0] == (b"", 0)
+
+
+def test_a_length_in_results_is_no_part_of_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part, step = results(lambda m, x: x[:, -1] * x.shape[1], monkeypatch)
+    assert len({whole, part, step}) == 3
+
+
+def test_features_in_other_places_are_another_way_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(m: Decoder, x: Tensor) -> Tensor:
+        if x.shape[1] > 1:
+            return x[:, -1].reshape(-1, 2, 8).transpose(1, 2).reshape(-1, 16)
+        return x[:, -1].reshape(-1, 2, 8).reshape(-1, 16)
+
+    whole, part, step = results(swapped, monkeypatch)
+    assert whole == part != step
+    assert step[0]

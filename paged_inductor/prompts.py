@@ -1,0 +1,74 @@
+"""What a model's prompts become, as far as it was observed, and views of what of a prompt is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .runtime import CacheGroup, Policy, View, lend, manager
+from .sharing import Sharer, group_root, learner, registering, row_tokens
+
+__all__ = ["Known", "Observer", "Place", "borrow", "policy"]
+
+Place = str | int
+"""An argument of a call, by keyword or by position."""
+
+
+class Known(NamedTuple):
+    """How prompts become caches. weights: among the arguments of `sharer`'s graph. groups: of the caches."""
+
+    sharer: Sharer
+    weights: Mapping[int, Tensor]
+    groups: Sequence[CacheGroup]
+
+
+class Observer:
+    """Remembers the last step that began new caches: what it filled, and what else it returned."""
+
+    known: Known | None = None
+    views: Sequence[View] = ()
+    outputs: Sequence[Any] = ()
+
+    def learn(self, sharer: Sharer, args: Sequence[Any], views: Sequence[View], outputs: Sequence[Any]) -> None:
+        """See `Learner`."""
+        self.known = Known(sharer, sharer.weights.tensors(args), [view.group for view in views])
+        self.views, self.outputs = views, outputs
+
+    @classmethod
+    @contextmanager
+    def watching(cls) -> Iterator[Observer]:
+        """One that sees what this thread's steps do in a block of code."""
+        observer = cls()
+        token = learner.set(observer)
+        try:
+            yield observer
+        finally:
+            learner.reset(token)
+
+
+def policy() -> Policy:
+    """Whose blocks the code that runs here and now may share."""
+    return Policy.of(manager().tenants.current(), registering.get() is not None)
+
+
+def borrow(known: Known, value: Callable[[Any], Any], longest: int) -> list[View] | None:
+    """Views of what is cached of a prompt, up to its token `longest`; None if nothing is, or a call is not understood.
+
+    value: tells an argument of the call; None if it is not given, or of None.
+    """
+    sharer, sharing = known.sharer, known.sharer.sharing
+    ids, *along = (value(sharer.places[name]) for name in (sharing.ids, *sharing.positions, *sharing.others))
+    if sharing.whole or ids is None or any(each is None for each in along):
+        return None
+    rules = policy()
+    root = sharer.root(known.weights, rules.salt)
+    mask = value(sharer.places[sharing.mask]) if sharing.mask else None
+    count = len(sharing.positions)
+    prompts = row_tokens(ids, along[:count], along[count:], mask, 0)
+    if root is None or prompts is None:
+        return None
+    roots = [group_root(root, g) for g in range(len(known.groups))]
+    return lend(manager(), known.groups, roots, prompts, longest, rules, "a cached prompt")
