@@ -171,7 +171,8 @@ def paged_inductor(
 def _warn_not_replayed(label: str, why: str) -> None:
     warnings.warn(
         f'paged_inductor: mode="reduce-overhead" does not replay a step of {label}, because {why}. It runs as without '
-        "that mode. Steps that append a fixed number of tokens to growing caches, without a mask tensor, are replayed.",
+        "that mode. Steps that append a fixed number of tokens to growing caches are replayed, if their masks are made "
+        "of the step's inputs.",
         stacklevel=2,
     )
 

@@ -54,6 +54,9 @@ class Replay:
         for held in self._held:
             if held.kind == "length":
                 values.append(buffers[held.index].fill_(args[held.index]))
+            elif held.make is not None:
+                capacity = tables[held.index].shape[1] * plans[held.index].group.block_size
+                values.append(held.make(args, capacity))
             elif held.kind == "width":
                 values.append(tables[held.index].shape[1])
             else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -208,9 +209,9 @@ class GraphState:
     dense_outputs: positions among the captured graph's outputs that the rewritten one still returns, in order.
     triangles: inputs that are lower triangles, by name, with the number above the diagonal (see `known`).
     adoptions: static caches that came in dense and should be handles from now on. sharing: what the caches depend on.
-    held: inputs that took the place of the cache's length, after all others (see `hold`); dropped: integer inputs that
-    are none any more; not_held: why a step still depends on the length. captured: the inputs as captured. history: one
-    result per pass.
+    held: inputs that took the place of the cache's length, after all others (see `hold`); dropped: inputs that are none
+    any more: integers, and what held masks are made of; not_held: why a step still depends on the length. captured: the
+    inputs as captured. history: one result per pass.
     """
 
     gm: GraphModule
@@ -293,12 +294,14 @@ class HeldInput:
     """A placeholder that came in the place of the cache's length.
 
     kind: "length": an int64 tensor of no dimensions that holds the captured integer input at position `index`; "width"
-    and "blocks": the integers that are the table's width and the arenas' number of blocks, of group `index`.
+    and "blocks": the integers that are the table's width and the arenas' number of blocks, of group `index`; "mask": a
+    mask as long as the table of group `index`, which `make(arguments, tokens that the table has room for)` returns.
     """
 
     kind: str
     index: int
     node: Node
+    make: Callable[[Sequence[Any], int], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

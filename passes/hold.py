@@ -5,12 +5,14 @@ differs from call to call: the cache's length, as an integer. This pass leaves n
 
 - attention over whole rows counts keys from the end of the *table* instead of the end of the longest row, which means
   the same, because rows are virtually left padded anyway, and changes only when the table grows;
+- mask tensors that are made of the step's inputs are made before the step (`held_masks`);
 - positions, `arange(length, length + n)` and sums with the length, are computed from a tensor that holds it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -20,11 +22,13 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
+from .. import ops
 from .base import GraphState, HeldInput, Pass
+from .held_masks import MaskProgram, masks_to_hold
 from .length_uses import LengthUses, NotHeld, drop_masks, find_uses, mentions, range_length
 from .prune import prune
 from .symbols import fake_like, size_node
-from .tensors import expr, shape
+from .tensors import expr, is_call, is_tensor, shape
 
 __all__ = ["HoldLengths"]
 
@@ -58,10 +62,12 @@ class HoldLengths(Pass):
         if not symbols:
             return  # captured for one length only: runs once
         drop_masks(graph)
-        self._replace(state, find_uses(state, symbols))
+        masks = masks_to_hold(state, symbols)
+        self._replace(state, find_uses(state, symbols, masks), masks)
 
-    def _replace(self, state: GraphState, found: LengthUses) -> None:
+    def _replace(self, state: GraphState, found: LengthUses, masks: Mapping[Node, MaskProgram]) -> None:
         graph = state.gm.graph
+        self._replace_masks(state, masks)
         capacities = {plan: self._capacity(state, plan) for plan in found.plans}
         for bound in found.bounds:
             with graph.inserting_before(bound.node):
@@ -97,6 +103,34 @@ class HoldLengths(Pass):
         self._drop_numbers(state)
         state.gm.recompile()
 
+    def _replace_masks(self, state: GraphState, masks: Mapping[Node, MaskProgram]) -> None:
+        """Let attention take masks that are as long as the table."""
+        graph = state.gm.graph
+        inputs: dict[tuple[Node, int], Node] = {}
+        for node, program in masks.items():
+            mask, plan = node.args
+            assert isinstance(mask, Node) and isinstance(plan, Node)
+            while not is_call(plan, (ops.plan_step,)):  # a plan of bounds, made of the step's
+                plan = plan.all_input_nodes[0]
+            table, block_size = plan.args[0], plan.args[4]
+            group = next(new.group for new in state.new_inputs if new.node is table)
+            if (mask, group) not in inputs:
+                value = mask.meta["example_value"]
+                size = (*value.shape[:-1], shape(table)[1] * block_size)  # type: ignore[arg-type,operator]
+                like = self._contiguous(size, value)
+                inputs[mask, group] = self._add(state, "mask", group, like, program)
+            node.update_arg(0, inputs[mask, group])
+        made = {node for program in masks.values() for node in program.nodes}
+        for node in reversed(graph.nodes):
+            if node in made and node.op != "placeholder" and not node.users:
+                graph.erase_node(node)
+
+    def _contiguous(self, size: tuple[int | SymInt, ...], like: torch.Tensor) -> torch.Tensor:
+        strides: list[int | SymInt] = [1]
+        for length in reversed(size[1:]):
+            strides.insert(0, strides[0] * length)
+        return fake_like(size, tuple(strides), like.dtype, like.device, self._mode)
+
     def _capacity(self, state: GraphState, plan: Node) -> Node:
         """How many tokens a row of the plan's table has room for, as a number that the recording is keyed by."""
         table, block_size = plan.args[0], plan.args[4]
@@ -121,18 +155,29 @@ class HoldLengths(Pass):
         return known[number]
 
     @staticmethod
-    def _add(state: GraphState, kind: str, index: int, value: torch.Tensor | int | SymInt) -> Node:
+    def _add(
+        state: GraphState,
+        kind: str,
+        index: int,
+        value: torch.Tensor | int | SymInt,
+        make: MaskProgram | None = None,
+    ) -> Node:
         graph = state.gm.graph
         with graph.inserting_after(state.placeholders[-1]):
             node = graph.placeholder(f"held_{kind}_{index}")
         node.meta["example_value"] = value
         node._dynamo_source = ConstantSource(node.name)  # type: ignore[attr-defined]  # AOTAutograd demands one
-        state.held.append(HeldInput(kind, index, node))
+        state.held.append(HeldInput(kind, index, node, make))
         return node
 
     @staticmethod
     def _drop_numbers(state: GraphState) -> None:
         """Integers that nothing reads any more must not be inputs: a recording is made for each of their values."""
+        for node in state.placeholders:  # tensors as long as the cache, which masks were made of
+            unread = node in state.captured and node not in state.inputs and not node.users
+            if unread and is_tensor(node) and any(isinstance(size, SymInt) for size in shape(node)):
+                state.dropped.add(node.name)
+                state.gm.graph.erase_node(node)
         for node in state.placeholders:
             value = node.meta.get("example_value")
             if isinstance(value, SymInt) and not node.users and node in state.captured:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from .base import GraphState
+from .held_masks import MaskProgram
 from .tensors import expr, is_call, is_tensor, shape
 
 __all__ = ["Bound", "LengthUses", "NotHeld", "drop_masks", "find_uses", "mentions", "range_length"]
@@ -74,21 +75,31 @@ class LengthUses:
     bounds: list[Bound] = field(default_factory=list)
 
 
-def find_uses(state: GraphState, symbols: set[sympy.Basic]) -> LengthUses:
-    """All uses of the lengths that are made of `symbols`; raises `NotHeld` if there is one of no known kind."""
+def find_uses(state: GraphState, symbols: set[sympy.Basic], held: Mapping[Node, MaskProgram]) -> LengthUses:
+    """All uses of the lengths that are made of `symbols`; raises `NotHeld` if there is one of no known kind. held: the
+    masks that will be made elsewhere, by their plans."""
     found = LengthUses()
     added = {new.node for new in state.new_inputs}
+    elsewhere = _only_for(held)
     for node in state.gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder":
             if isinstance(value, SymInt) and expr(value).free_symbols & symbols:
                 found.numbers.add(node)
-            elif node not in added and is_tensor(node) and mentions(value, symbols):
+            elif node not in added | elsewhere and is_tensor(node) and mentions(value, symbols):
                 raise NotHeld(f"the input {node.name} grows with the cache")
-        elif found.numbers & set(node.all_input_nodes):
+        elif node not in elsewhere and found.numbers & set(node.all_input_nodes):
             _classify(node, found)
-    _check_readers(state.gm.graph, found)
+    _check_readers(state.gm.graph, found, held)
     return found
+
+
+def _only_for(held: Mapping[Node, MaskProgram]) -> set[Node]:
+    """The nodes of the masks' programs that nothing else reads."""
+    nodes = {node for program in held.values() for node in program.nodes}
+    while shared := {node for node in nodes if any(user not in nodes and user not in held for user in node.users)}:
+        nodes -= shared
+    return nodes
 
 
 def _classify(node: Node, found: LengthUses) -> None:
@@ -113,13 +124,13 @@ def _classify(node: Node, found: LengthUses) -> None:
     raise NotHeld(f"{node.name} needs the cache's length on the host")
 
 
-def _check_readers(graph: Graph, found: LengthUses) -> None:
+def _check_readers(graph: Graph, found: LengthUses, held: Mapping[Node, MaskProgram]) -> None:
     """Writes may read a step's plan, and attention whose bounds move with the end of its keys; masks and dense copies
     are as long as the cache."""
     source = {plan: plan for plan in found.plans}
     for node in graph.nodes:
         plans = [plan for plan in node.all_input_nodes if plan in source]
-        if not plans or is_call(node, (ops.cache_write,)):
+        if not plans or node in held or is_call(node, (ops.cache_write,)):
             continue
         if not is_call(node, (ops.attention, ops.plan_window)):
             raise NotHeld(f"{node.name} is as long as the cache")

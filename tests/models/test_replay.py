@@ -172,19 +172,65 @@ def test_several_tokens_a_step(calls: list[tuple[Any, ...]]) -> None:
     assert len(calls) == 5
 
 
-def test_a_padded_batch_is_not_replayed_and_says_why() -> None:
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_padded_batch_is_replayed_with_masks_as_long_as_the_table(kind: str, calls: list[tuple[Any, ...]]) -> None:
     torch.manual_seed(5)
-    model = Decoder(Form(heads_q=2, heads_kv=1, mask="bool"), layers=1)
+    model = Decoder(Form(heads_q=2, heads_kv=1, mask=kind))
     prompt = torch.randint(0, 61, (2, 6))
-    padding = torch.ones(2, 12, dtype=torch.bool)
+    padding = torch.ones(2, 140, dtype=torch.bool)
     padding[0, :2] = False
     step = torch.compile(model, backend="paged_inductor", options=MODE)
-    (past, own), said = (None, None), "does not replay a step of model, because key needs the cache's length"
+    past, own = None, None
     with torch.no_grad():
-        for i, tokens in enumerate((prompt, prompt[:, :1], prompt[:, 1:2], prompt[:, 2:3])):
+        for i, tokens in enumerate((prompt, *torch.randint(0, 61, (134, 2, 1)))):
+            visible = padding[:, : 6 + i]  # grows with the cache
+            logits, past = step(tokens, past, visible)
+            expected, own = model(tokens, own, visible)
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert len(calls) == 133
+    integers = {tuple(value for value in inputs if isinstance(value, int)) for inputs in calls}
+    assert {width for width, _ in integers} == {8, 16}  # the table grew once; no length is among them
+    shapes = {tuple(value.shape) for inputs in calls for value in inputs if isinstance(value, Tensor)}
+    assert {shape for shape in shapes if shape[:3] == (2, 1, 1)} == {(2, 1, 1, 128), (2, 1, 1, 256)}
+    assert not any((2, length) in shapes for length in range(20, 140))  # nor what the masks are made of
+    assert stats().graph_recordings <= 2 + stats().arena_growths
+
+
+def test_several_masked_tokens_a_step(calls: list[tuple[Any, ...]]) -> None:
+    torch.manual_seed(5)
+    model = Decoder(Form(heads_q=2, heads_kv=1, mask="bool"), layers=1)
+    tokens, padding = torch.randint(0, 61, (2, 30)), torch.ones(2, 30, dtype=torch.bool)
+    padding[1, :4] = False
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    past, own = None, None
+    with torch.no_grad():
+        for i in range(0, 30, 3):
+            logits, past = step(tokens[:, i : i + 3], past, padding[:, : i + 3])
+            expected, own = model(tokens[:, i : i + 3], own, padding[:, : i + 3])
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert len(calls) == 8
+
+
+class Learned(Decoder):
+    """Adds to the scores what was learned for each key."""
+
+    def _mask(self, seen: int, length: int, padding: Tensor | None) -> tuple[Tensor | None, bool]:
+        mask, is_causal = super()._mask(seen, length, padding)
+        assert mask is not None
+        return mask + self.positions.weight[: seen + length, 0], is_causal
+
+
+def test_a_mask_that_is_made_of_parameters_is_not_replayed_and_says_why() -> None:
+    torch.manual_seed(5)
+    model = Learned(Form(heads_q=2, heads_kv=1, mask="float"), layers=1)
+    tokens = torch.randint(0, 61, (2, 9))
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    (past, own), said = (None, None), "does not replay a step of model, because .* needs the cache's length"
+    with torch.no_grad():
+        for i, part in enumerate(tokens.split((6, 1, 1, 1), 1)):
             with pytest.warns(UserWarning, match=said) if i == 2 else contextlib.nullcontext():
-                logits, past = step(tokens, past, padding)
-            expected, own = model(tokens, own, padding)
+                logits, past = step(part, past)
+            expected, own = model(part, own)
             torch.testing.assert_close(logits, expected)
     assert stats().graph_recordings == 0
 
