@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.swapping [--quick]
 
 Bytes: a cache of SmolLM2-135M (30 layers, 3 x 64, float32). Memory against `Tensor.copy_`, disk against one `pwrite`
-and one `preadv` of the same bytes to a file in the same folder (both go to the page cache), in turn.
+and one `preadv` of the same bytes to a file in the same folder, in turn: both until the bytes are on the disk
+(fdatasync) and from a file that is not in memory; and both within the page cache.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paged_inductor.runtime.tiers import memory_of
 
 from .harness import save
 
+TIERS = ("host", "disk", "page cache")
 LAYERS, HEADS, HEAD_DIM, BLOCK = 30, 3, 64, 16
 
 
@@ -41,8 +43,9 @@ def swap_group() -> CacheGroup:
 
 
 def swapping(tier: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Out and back in turn with plain copies of as many bytes."""
-    configure(**{f"swap_{tier}": "8GiB", f"swap_{'disk' if tier == 'host' else 'host'}": 0})
+    """Out and back in turn with plain copies of as many bytes. tier: see `TIERS`."""
+    option = "swap_host" if tier == "host" else "swap_disk"
+    configure(**{"swap_host": 0, "swap_disk": 0, option: "8GiB"})
     runtime, group = manager(), swap_group()
     view = runtime.create(group, 1, tokens, "benchmark").view
     for arena in group.arenas:
@@ -52,28 +55,48 @@ def swapping(tier: str, tokens: int, rounds: int) -> dict[str, Any]:
     blocks = len(view.rows[0].blocks)
     size = blocks * group.block_bytes
     source, target = torch.empty(size, dtype=torch.uint8).fill_(1), torch.empty(size, dtype=torch.uint8).fill_(2)
+    flushed = tier == "disk"
 
     def out() -> None:
         with runtime.locked():
             assert runtime.swap.out(group, blocks, ()) == blocks
+        if flushed:
+            os.fdatasync(swap_file())
 
     def back() -> None:
         with runtime.using(view):
             pass
 
+    def swap_file() -> int:
+        (extent,) = runtime.swap.storage._blocks
+        return extent._file.fileno()  # type: ignore[attr-defined]
+
+    def forget(file: int) -> None:
+        """Let the next reads come from the disk."""
+        if flushed:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
     times: dict[str, list[float]] = {name: [] for name in ("out", "back", "write", "read")}
     with tempfile.TemporaryFile(buffering=0) as file:
+        plain = file.fileno()
+
+        def write() -> None:
+            _write(plain, memory_of(source))
+            if flushed:
+                os.fdatasync(plain)
+
         for _ in range(rounds + 1):
             if tier == "host":
                 times["write"].append(timed(lambda: target.copy_(source)))
-            else:
-                os.ftruncate(file.fileno(), 0)
-                times["write"].append(timed(lambda: _write(file.fileno(), memory_of(source))))
-            times["out"].append(timed(out))
-            if tier == "host":
+                times["out"].append(timed(out))
                 times["read"].append(timed(lambda: source.copy_(target)))
             else:
-                times["read"].append(timed(lambda: _read(file.fileno(), memory_of(target))))
+                os.ftruncate(plain, 0)
+                times["write"].append(timed(write))
+                times["out"].append(timed(out))
+                forget(plain)
+                times["read"].append(timed(lambda: _read(plain, memory_of(target))))
+                forget(swap_file())
             times["back"].append(timed(back))
     speed = {name: size / statistics.median(values[1:]) / 2**30 for name, values in times.items()}
     ratios = {
@@ -126,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens, rounds = (512, 3) if options.quick else (8192, 9)
     cells = []
-    for tier in ("host", "disk"):
+    for tier in TIERS:
         cells.append(swapping(tier, tokens, rounds))
         print(*(f"{key}={value}" for key, value in cells[-1].items()), flush=True)
         paged_inductor.trim()

@@ -1,6 +1,6 @@
 """paged_inductor: virtual memory for KV caches, as a torch.compile backend."""
 
-from torch._dynamo import list_backends, register_backend
+from torch._dynamo import list_backends, register_backend, trace_rules
 
 from . import testing
 from ._config import Config, configure
@@ -34,6 +34,7 @@ from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 from .timeline import Timeline, timeline
 
+trace_rules.add(__name__)  # finalizers and handles' operations also run inside compiled functions: not to be traced
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
     register_backend(_backend, name="paged_inductor")
 

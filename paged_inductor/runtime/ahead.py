@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from .group import CacheGroup, View
 from .swap import missing
-from .table import Row
+from .table import Lineage, Row
 
 __all__ = ["Ahead"]
 
@@ -27,22 +27,24 @@ class Ahead:
         """fetch: brings the swapped blocks of rows of a group back, if that costs nobody anything."""
         self._fetch = fetch
         self._executor = ThreadPoolExecutor(1, "paged_inductor_fetch")
-        self._next: WeakKeyDictionary[Row, _Rows] = WeakKeyDictionary()
         self._thread = threading.local()
 
     def began(self, views: Sequence[View]) -> None:
         """A step of this thread begins with `views`. Obligation: the caller holds the manager's lock."""
-        lead = next((row for view in views for row in view.rows), None)
-        last: ref[Row] | None = getattr(self._thread, "last", None)
+        lead = next((row.lineage for view in views for row in view.rows), None)
+        if lead is None:
+            return
+        lead.used = _rows(views)
+        last: ref[Lineage] | None = getattr(self._thread, "last", None)
         previous = last() if last is not None else None
-        if lead is None or lead is previous:
+        if lead is previous:
             return
         self._thread.last = ref(lead)
         if previous is not None:
-            self._next[previous] = _rows(views)
-        following = self._next.get(lead)
+            previous.next = ref(lead)
+        following = lead.next() if lead.next is not None else None
         if following is not None:
-            self._submit(following)
+            self._submit(following.used)
 
     def fetch(self, views: Iterable[View]) -> None:
         """Have the swapped blocks of `views` brought back soon."""

@@ -94,11 +94,13 @@ class Budget:
                 except OutOfBlocks:
                     if self._make_room(group, wanted, rows):
                         continue
-                    if not collected:  # once: it takes long
+                    try:
+                        wait()
+                    except KVBudgetExceeded:
+                        if collected:
+                            raise
                         collected = True
                         gc.collect()  # compilers leave caches of their first call in reference cycles
-                        continue
-                    wait()
         finally:
             if not waiters.restartable:  # else it has its turn until its step begins
                 waiters.leave()

@@ -13,11 +13,14 @@ Invariants (`check_rows` proves the first, and that every owner of a block is co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
 
 from .pool import BlockPool
 from .prefixes import RowNames
 
 __all__ = [
+    "Lineage",
     "Row",
     "append_rows",
     "blocks_needed",
@@ -29,21 +32,36 @@ __all__ = [
 ]
 
 
+class Lineage:
+    """What a row has in common with those that were forked from it: probably one conversation.
+
+    used: what the latest step with one of these rows used (see `ahead`). next: whose step came after that one, in the
+    same thread.
+    """
+
+    __slots__ = ("__weakref__", "next", "used")
+
+    def __init__(self) -> None:
+        self.used: Any = ()
+        self.next: ref[Lineage] | None = None
+
+
 class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
     `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
     of the blocks may be swapped. `names` are those of its first tokens, as far as they are known (see `lending`); None
     if nothing is known. `stamps` are the blocks' generations from when they were put here, as far as the sanitizer
-    noted them; None without one.
+    noted them; None without one. `lineage`: of the row that this one was forked from, or a new one.
     """
 
-    __slots__ = ("__weakref__", "away", "blocks", "length", "live", "names", "stamps")
+    __slots__ = ("__weakref__", "away", "blocks", "length", "lineage", "live", "names", "stamps")
 
-    def __init__(self, blocks: list[int], length: int, away: bool = False) -> None:
+    def __init__(self, blocks: list[int], length: int, away: bool = False, lineage: Lineage | None = None) -> None:
         self.blocks = blocks
         self.length = length
         self.away = away
+        self.lineage = lineage or Lineage()
         self.live: dict[int, int] = {}
         self.names: RowNames | None = None
         self.stamps: list[int] | None = None
@@ -111,7 +129,7 @@ def fork_row(
             blocks[j] = fresh[j]
         else:
             pool.retain(block)
-    result = Row(blocks, length, row.away)
+    result = Row(blocks, length, row.away, row.lineage)
     if row.names is not None and not skip:
         result.names = row.names.first(min(length, first) if first < stop else length, block_size)
     return result
