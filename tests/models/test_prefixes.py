@@ -287,7 +287,11 @@ def test_generate_with_padding() -> None:
         mask = torch.ones_like(batch)
         mask[0, :5] = 0
         assert pair.generate(batch, attention_mask=mask)[1] == 0
-        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 32
+        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 42
+        other = torch.cat([batch[:, :37], tokens(6, 1).repeat(2, 1)], 1)
+        assert pair.generate(other, attention_mask=mask)[1] == 2 * 37
+        mask[0, 5] = 0
+        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 5  # the hidden tokens that it had before
 
 
 def gemma3() -> transformers.PreTrainedModel:
