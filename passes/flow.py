@@ -30,6 +30,7 @@ __all__ = [
     "dim_index",
     "feature_sizes",
     "handles",
+    "made_name",
     "reshaped",
 ]
 
@@ -80,7 +81,8 @@ def digest(*parts: object) -> bytes:
 @dataclass
 class Flows:
     """The flows of a graph's nodes. batch, tokens: the sizes of a call: rows, and new tokens per row. past: how many
-    tokens the caches held before. equal: symbols that are known to equal an expression. known: flows of some nodes."""
+    tokens the caches held before. equal: symbols that are known to equal an expression. values, operands: of nodes:
+    their flows, and what these come from. written: nodes that write in place, which are understood."""
 
     batch: int | torch.SymInt
     tokens: int | torch.SymInt
@@ -88,6 +90,7 @@ class Flows:
     equal: Mapping[sympy.Symbol, sympy.Expr]
     values: dict[Node, Any] = field(default_factory=dict)
     operands: dict[Node, list[Node]] = field(default_factory=dict)
+    written: set[Node] = field(default_factory=set)
     _primes: dict[sympy.Symbol, int] = field(default_factory=dict)
     _numbers: dict[sympy.Expr, int] = field(default_factory=dict)
 
@@ -108,9 +111,8 @@ class Flows:
         self.operands.setdefault(node, node.all_input_nodes)
         if node in self.values or not isinstance(node.meta.get("example_value"), torch.Tensor | tuple | list):
             return
-        target = node.target
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        handler = HANDLERS.get(name) if node.op in ("call_function", "call_method") else None
+        name = made_name(node)
+        handler = HANDLERS.get(name)
         try:
             if handler is None:
                 raise NotShared(f"{name or node.op} at {node.name} may mix positions")
@@ -180,6 +182,13 @@ class Flows:
             raise NotShared(f"{node.name} depends on what picks some of the positions")
         how = digest(name, dtype, feature_sizes(sizes, found), *facts, *(flow.digest for flow in operands))
         return Flow(found, how, any(flow.varies for flow in operands), last=last)
+
+
+def made_name(node: Node) -> str:
+    """The name of the operation that makes a node, function or method; '' if it is of another kind."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
 def feature_sizes(sizes: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:

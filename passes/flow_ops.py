@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .flow import TOKENS, Flow, Flows, NotShared, axes, handles
+from .flow import TOKENS, Flow, Flows, NotShared, axes, handles, made_name
 from .tensors import expr, is_tensor
 
 __all__ = ["looked_up"]
@@ -78,6 +78,49 @@ def _moved_index(flows: Flows, name: str, args: Sequence[Any]) -> Flow | None:
     if flow.offset is None or isinstance(by, bool) or not isinstance(by, int | torch.SymInt):
         return None
     return replace(flow, offset=sympy.expand(flow.offset + (1 if name == "add" else -1) * flows.expr(by)))
+
+
+_FRESH = {
+    *_ELEMENTWISE,
+    "linear",
+    "addmm",
+    "matmul",
+    "mm",
+    "bmm",
+    "embedding",
+    "softmax",
+    "sum",
+    "mean",
+    "layer_norm",
+} | {
+    *("grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
+}
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_")
+
+
+@handles(*_IN_PLACE)
+def _in_place(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
+    """A write into a tensor that shares its memory with no other: whoever reads `x` later sees the result."""
+    if kwargs or not _own(x) or any(user is not node and not _fresh(user) and user < node for user in x.users):
+        raise NotShared(f"{node.name} writes in place")
+    found = _elementwise(flows, node, x, *args)
+    flows.values[x] = found
+    flows.operands[x] = [*flows.operands[x], node]
+    flows.written.add(node)
+    return found
+
+
+def _fresh(node: Node) -> bool:
+    """Whether a node's result has memory of its own."""
+    return made_name(node) in _FRESH and not node.kwargs.get("inplace") and not any(a is True for a in node.args)
+
+
+def _own(x: Node) -> bool:
+    """Whether a tensor has memory of its own, or is one of several that an operation made."""
+    if made_name(x) == "getitem" and isinstance(x.args[0], Node):
+        parts = [user.args[1] for user in x.args[0].users]
+        return made_name(x.args[0]) == "topk" and parts.count(x.args[1]) == 1
+    return _fresh(x)
 
 
 @handles(*_CASTS)

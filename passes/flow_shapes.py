@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from .flow import TOKENS, Flow, Flows, NotShared, digest, dim_index, handles, reshaped
+from .flow_experts import picked, put_back
 from .flow_ops import looked_up
 from .tensors import is_tensor
 
@@ -37,6 +38,9 @@ def _view(flows: Flows, node: Node, x: Node, *args: Any, **kwargs: Any) -> Flow:
     if node.target == "view" and args and isinstance(args[0], torch.dtype):
         raise NotShared(f"{node.name} reads bits as another type")
     before, after = flows.sizes(x), flows.sizes(node)
+    pairs = put_back(flows, flow, before, after)
+    if pairs is not None:
+        return pairs
     labels = reshaped(before, flow.labels, after, flows.num_rows, flows.num_tokens)
     return _kept(flow, labels)
 
@@ -90,13 +94,14 @@ def _repeat(flows: Flows, node: Node, x: Node, repeats: Any, dim: int | None = N
 @handles("getitem")
 def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
     value = flows.values.get(x)
+    if is_tensor(index):
+        pairs = picked(flows, node, x, index)
+        return looked_up(flows, node, x, index) if pairs is None else pairs
     if isinstance(value, NotShared):
         raise value
     if isinstance(value, tuple):
         return value[index]
     flow = flows.of(x)
-    if is_tensor(index):
-        return looked_up(flows, node, x, index)
     items = list(index) if isinstance(index, tuple) else [index]
     taken = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis in items:

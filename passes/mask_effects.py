@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from .tensors import is_tensor
+
 _INPLACE = (
     *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift"),
     *("isub", "itruediv", "ixor", "setitem"),
@@ -142,7 +144,10 @@ def _of_schemas(node: Node, schemas: tuple[Any, ...]) -> tuple[list[Node], list[
             if argument.alias_info is None:
                 continue
             by_position = i < len(node.args) and not argument.kwarg_only
-            for other in _nodes(node.kwargs.get(argument.name, node.args[i] if by_position else None)):
+            given = node.kwargs.get(argument.name, node.args[i] if by_position else None)
+            if isinstance(argument.type, torch.ListType) and is_tensor(given):
+                continue  # an operation on Python's lists
+            for other in _nodes(given):
                 aliased[other] = None
                 if argument.alias_info.is_write:
                     changed[other] = None

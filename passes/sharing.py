@@ -145,8 +145,9 @@ class _Proof:
 
     def _writer(self, nodes: set[Node]) -> Node | None:
         """What writes to one of `nodes` in place."""
-        attentions = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
-        return next((node for node in Writers(self.state.gm.graph).all_of(nodes) if node not in attentions), None)
+        known = {site.node for site in self.state.attentions}  # some are stand-ins that have no schema
+        known |= self.flows.written
+        return next((node for node in Writers(self.state.gm.graph).all_of(nodes) if node not in known), None)
 
     def _visited(self, nodes: Iterable[Node]) -> set[Node]:
         visited: set[Node] = set()

@@ -167,12 +167,17 @@ def _find(group: CacheGroup, root: bytes, prompt: Tokens, longest: int, policy: 
     hidden = tuple(at for at in prompt.hidden if at < length)
     names = RowNames(root, tuple(digests), tuple(keys), hidden=hidden)
     rest = ids[length : min(length + size, longest)]
-    if length < longest and len(rest) and not any(length <= at < length + len(rest) for at in deviations):
-        partly = index.find_partly(policy.scopes, parent, rest, size)
+    if len(rest):
+        own = (
+            {at - length: v for at, v in deviations.items() if length <= at < length + len(rest)} if deviations else {}
+        )
+        partly = index.find_partly(policy.scopes, parent, rest, own, size)
         if partly is not None:
             block, count = partly
             blocks.append(block)
-            names = names.extended(rest[:count], {}, (), size)
+            own = {at: v for at, v in own.items() if at < count}
+            later = [at for at in prompt.hidden if length <= at < length + count]
+            names = names.extended(rest[:count], own, later, size)
             length += count
     return _Found(blocks, min(length, longest), names)
 

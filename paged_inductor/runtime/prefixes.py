@@ -48,15 +48,15 @@ def child_digest(parent: bytes, key: bytes) -> bytes:
 
 
 class BlockName(NamedTuple):
-    """What the index knows of a block. scope: who may find it. priority: who is evicted last: higher is more. tail: it
-    is not full: only its first tokens are known, and it goes before all others."""
+    """What the index knows of a block. scope: who may find it. priority: who is evicted last: higher is more. tail:
+    if only its first tokens are known, how many; then it goes before all others."""
 
     scope: Hashable
     digest: bytes
     parent: bytes
     key: bytes
     priority: float
-    tail: bool = False
+    tail: int = 0
 
     @property
     def worth(self) -> float:
@@ -155,21 +155,15 @@ class PrefixIndex:
         return None
 
     def find_partly(
-        self, scopes: Sequence[Hashable], parent: bytes, ids: Sequence[int], block_size: int
+        self, scopes: Sequence[Hashable], parent: bytes, ids: Sequence[int], deviations: Mapping[int, bytes], size: int
     ) -> tuple[int, int] | None:
-        """A block behind `parent` that begins with as many of `ids` as possible, and how many these are; None if there
-        is none. Only blocks without deviations are looked at."""
+        """A block of `size` tokens behind `parent` that begins with as many of `ids` as possible, and how many these
+        are; None if there is none. deviations: of these tokens, by position among them."""
         best: tuple[int, int] | None = None
         for scope in scopes:
             for block in islice(reversed(self._children.get((scope, parent), {})), _CHILDREN_TRIED):
-                key = self._names[block].key
-                if len(key) > block_size * _ID_BYTES:
-                    continue
-                same = 0
-                for a, b in zip(array("q", key), ids):
-                    if a != b:
-                        break
-                    same += 1
+                name = self._names[block]
+                same = _common(name.key, name.tail or size, ids, deviations)
                 if same and (best is None or same > best[1]):
                     best = (block, same)
         return best
@@ -266,3 +260,18 @@ class PrefixIndex:
             if block not in self._names:
                 faults.append(f"block {block} is cached and has no name")
         return faults
+
+
+def _common(key: bytes, count: int, ids: Sequence[int], deviations: Mapping[int, bytes]) -> int:
+    """With how many of `ids` the `count` tokens of a key begin."""
+    own: Mapping[int, bytes] = {}
+    if len(key) == count * _ID_BYTES:
+        known: Sequence[int] = array("q", key)
+    else:
+        known, own = decode_key(key, count)
+    same = 0
+    for a, b in zip(known, ids):
+        if a != b or ((own or deviations) and own.get(same) != deviations.get(same)):
+            break
+        same += 1
+    return same

@@ -18,7 +18,7 @@ def keep_tail(row: Row, length: int, pool: BlockPool, policy: Policy, block_size
     known = row.names.first(length, block_size)
     j, tail = len(known.digests), known.tail
     longest = max((seen for seen in row.live if seen != length), default=0)
-    if not tail or known.deviations or longest > j * block_size:
+    if not tail or longest > j * block_size:
         return
     block, index = row.blocks[j], pool.index
     if block < 0 or pool.refcount(block) != 1 or block in index:
@@ -26,8 +26,8 @@ def keep_tail(row: Row, length: int, pool: BlockPool, policy: Policy, block_size
     parent = known.digests[-1] if j else known.root
     if j and index.find(policy.scopes, parent) is None:  # nobody would come by
         return
-    key = encode_key(tail, {})
+    key = encode_key(tail, known.deviations)
     digest = child_digest(parent, key)
-    found = index.find_partly(policy.scopes, parent, tail, block_size)
+    found = index.find_partly(policy.scopes, parent, tail, known.deviations, block_size)
     if index.find(policy.scopes, digest) is None and (found is None or found[1] < len(tail)):
-        index.add(block, BlockName(policy.own, digest, parent, key, policy.priority, tail=True))
+        index.add(block, BlockName(policy.own, digest, parent, key, policy.priority, len(tail)))

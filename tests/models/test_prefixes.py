@@ -252,6 +252,32 @@ def test_an_empty_cache_without_layers_is_filled() -> None:
         assert cache.get_seq_length() == 49 and len(cache.layers) == 2
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},  # it picks heads by a list
+    "GptOss": {"num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention"] * 2, **EXPERTS},
+    "Mixtral": {"num_key_value_heads": 2, "intermediate_size": 48, **EXPERTS},
+    "Phi3": {"num_key_value_heads": 2, "intermediate_size": 48},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_with_experts_or_writes_in_place_share(name: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, name + "Config")(**COMMON, **sizes, **OTHERS[name])
+    pair = Pair(getattr(transformers, name + "ForCausalLM")(config))
+    with tenant("tenant"):
+        assert [pair.generate(tokens(43))[1] for _ in range(2)] == [0, 42]
+        assert pair.generate(torch.cat([tokens(21), tokens(9, 1)], 1))[1] == 21
+        if name == "GptOss":
+            with torch.no_grad():
+                for model in (pair.dense, pair.paged):
+                    model.model.layers[0].mlp.experts.gate_up_proj_bias.add_(1)  # what is added in place
+            assert [pair.generate(tokens(43))[1] for _ in range(2)] == [0, 42]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_generate_with_padding() -> None:
     torch.manual_seed(0)
@@ -261,7 +287,11 @@ def test_generate_with_padding() -> None:
         mask = torch.ones_like(batch)
         mask[0, :5] = 0
         assert pair.generate(batch, attention_mask=mask)[1] == 0
-        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 32
+        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 42
+        other = torch.cat([batch[:, :37], tokens(6, 1).repeat(2, 1)], 1)
+        assert pair.generate(other, attention_mask=mask)[1] == 2 * 37
+        mask[0, 5] = 0
+        assert pair.generate(batch, attention_mask=mask)[1] == 2 * 5  # the hidden tokens that it had before
 
 
 def gemma3() -> transformers.PreTrainedModel:

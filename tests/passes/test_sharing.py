@@ -78,6 +78,18 @@ def test_one_row_is_shared() -> None:
     assert reasons(Decoder(), prompt(1), steps=2) == [""] * 3
 
 
+def in_place(y: Tensor, x: Tensor) -> Tensor:
+    before = y * 2
+    y += x
+    return y.view(-1, DIM).view(y.shape) + before
+
+
+def after_a_view(y: Tensor) -> Tensor:
+    flat = y.view(-1)
+    y += 1
+    return y + flat.view(y.shape)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -87,6 +99,9 @@ def test_one_row_is_shared() -> None:
         {"mix": lambda m, x, extra: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)},
         {"mix": lambda m, x, extra: m.norm(x.reshape(-1, DIM)).view(x.shape)},
         {"mix": lambda m, x, extra: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)},
+        {"mix": lambda m, x, extra: in_place(m.norm(x), x)},
+        {"mix": lambda m, x, extra: x.view(*x.shape[:2], 2, -1)[:, :, [1]].flatten(2) @ m.places[:8, :16]},
+        {"mix": lambda m, x, extra: F.linear(x, m.places[:16]) @ m.places[16:32].T},
         {
             "mask": lambda m, seen, count, extra: (
                 (torch.arange(seen + count) <= torch.arange(seen, seen + count)[:, None])
@@ -94,10 +109,58 @@ def test_one_row_is_shared() -> None:
             )
         },
     ],
-    ids=["plain", "positions", "look-up", "rms", "flattened", "halves", "window"],
+    ids=["plain", "positions", "look-up", "rms", "flattened", "halves", "in place", "list", "T", "window"],
 )
 def test_what_stays_in_its_place_is_shared(parts: dict[str, Any]) -> None:
     assert reasons(Decoder(**parts), prompt()) == [""] * 2
+
+
+def experts(m: Decoder, x: Tensor, *, how: str = "") -> Tensor:
+    """Two of four experts for each token: sorted by expert, multiplied in groups, and put back."""
+    weight = m.places.view(4, DIM, DIM)
+    flat = x.reshape(-1, DIM)
+    chosen_weights, chosen = torch.topk(F.linear(flat, m.places[:4]).softmax(-1), 2, dim=-1)
+    chosen_weights /= chosen_weights.sum(-1, keepdim=True)
+    ids, order = torch.sort(chosen.reshape(-1))
+    counts = torch.histc(ids.float(), bins=4, min=0, max=3)
+    if how == "counts of others":
+        counts = torch.histc(flat[:, 0], bins=4, min=0, max=3)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    tokens = order % flat.shape[0] if how == "other tokens" else order // 2
+    out = torch.ops.transformers.grouped_mm_fallback(flat[tokens], weight, offs=ends)
+    out.add_(m.places[:4][ids])
+    slots = chosen_weights.reshape(-1)
+    out = out * (slots if how == "weights of others" else slots[order]).unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    if how != "left in order":
+        out = out[order if how == "sorted twice" else back]
+    if how == "other slots":
+        return out.view(2, -1, DIM).sum(0).view(x.shape)
+    return out.view(-1, 2, DIM).sum(1).view(x.shape)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_experts_are_shared(rows: int) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    assert reasons(Decoder(mix=lambda m, x, extra: experts(m, x)), prompt(rows), steps=2) == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("counts of others", "out may mix positions"),
+        ("other tokens", "order is no tensor that is understood"),
+        ("weights of others", "a reshape mixes tokens with features"),
+        ("left in order", "a reshape"),
+        ("sorted twice", "is not one entry for each pair"),
+        ("other slots", "laid out in another way"),
+    ],
+)
+def test_experts_that_get_others_tokens_are_refused(how: str, reason: str) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    (found,) = reasons(Decoder(mix=lambda m, x, extra: experts(m, x, how=how)), prompt(), steps=0)
+    assert reason in found
 
 
 def padding(model: Decoder, seen: int, count: int, extra: Tensor) -> Tensor:
@@ -131,7 +194,8 @@ def test_a_mask_whose_columns_are_an_inputs_is_shared() -> None:
         ({"mix": lambda m, x, extra: x + m.places[: x.shape[1]]}, "joins tokens with a tensor of the call's length"),
         ({"mix": lambda m, x, extra: x.reshape(x.shape[0], -1, 2 * DIM).view(x.shape)}, "mixes tokens"),
         ({"mix": lambda m, x, extra: F.dropout(x, 0.5, True)}, "is random"),
-        ({"mix": lambda m, x, extra: m.norm(x).add_(1)}, "may mix positions"),
+        ({"mix": lambda m, x, extra: x.view(x.shape).add_(1)}, "writes in place"),
+        ({"mix": lambda m, x, extra: after_a_view(m.norm(x))}, "writes in place"),
         ({"embed": lambda m, ids, seen: m.embed(ids) + m.embed(torch.arange(ids.shape[1]) * 0)}, ""),
         ({"mix": lambda m, x, extra: x * extra.mean()}, "holds floating-point numbers, not token ids"),
     ],

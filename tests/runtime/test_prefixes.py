@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,22 @@ def test_a_digest_is_a_chain_of_sha256() -> None:
     first = sha256(root + (7).to_bytes(8, "little")).digest()
     names = RowNames(root).extended([7, 300], {}, (), 1)
     assert names.digests == (first, sha256(first + (300).to_bytes(8, "little")).digest())
+
+
+TOKENS = st.lists(st.tuples(IDS, st.one_of(st.none(), st.binary(min_size=1, max_size=2))), min_size=1, max_size=SIZE)
+
+
+@given(TOKENS, TOKENS)
+def test_the_common_beginning_counts_what_else_is_given(one: list[Any], other: list[Any]) -> None:
+    (ids, deviations), (wanted, also) = (
+        ([token for token, _ in each], {at: v for at, (_, v) in enumerate(each) if v is not None})
+        for each in (one, other)
+    )
+    key = encode_key(ids, deviations)
+    index = PrefixIndex()
+    index.add(1, BlockName("s", child_digest(b"r", key), b"r", key, 0, len(ids) if len(ids) < SIZE else 0))
+    same = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    assert index.find_partly(("s",), b"r", wanted, also, SIZE) == ((1, same) if same else None)
 
 
 @given(st.lists(st.tuples(IDS, st.one_of(st.none(), st.binary(min_size=1, max_size=2))), max_size=14), st.data())
@@ -203,11 +220,11 @@ def test_a_block_that_begins_like_the_wanted_one_is_found() -> None:
     for block, ids in ((1, [5, 6, 7, 8]), (2, [5, 6, 9, 9]), (3, [1, 1, 1, 1])):
         key = encode_key(ids, {})
         index.add(block, BlockName("s", child_digest(b"r", key), b"r", key, 0))
-    assert index.find_partly(("s",), b"r", [5, 6, 9], SIZE) == (2, 3)
-    assert index.find_partly(("s",), b"r", [5, 6, 7, 8], SIZE) == (1, 4)
-    assert index.find_partly(("s",), b"r", [2, 6], SIZE) is None
-    assert index.find_partly(("t",), b"r", [5, 6], SIZE) is None
-    assert index.find_partly(("s",), b"q", [5, 6], SIZE) is None
+    assert index.find_partly(("s",), b"r", [5, 6, 9], {}, SIZE) == (2, 3)
+    assert index.find_partly(("s",), b"r", [5, 6, 7, 8], {}, SIZE) == (1, 4)
+    assert index.find_partly(("s",), b"r", [2, 6], {}, SIZE) is None
+    assert index.find_partly(("t",), b"r", [5, 6], {}, SIZE) is None
+    assert index.find_partly(("s",), b"q", [5, 6], {}, SIZE) is None
 
 
 def dropped(pool: BlockPool, ids: list[int], share: str = "tenant", name: str = "tails") -> Row:
@@ -235,13 +252,13 @@ def test_the_tail_of_a_dropped_row_is_found_by_its_first_tokens_and_goes_first()
     scope, digest = ("tenant", "tails"), RowNames(b"r").extended([1, 2, 3, 4], {}, (), SIZE).digests[0]
     dropped(pool, [1, 2, 3, 4, 5, 6])
     assert pool.num_cached == 2
-    found = pool.index.find_partly((scope,), digest, [5, 6, 7], SIZE)
+    found = pool.index.find_partly((scope,), digest, [5, 6, 7], {}, SIZE)
     assert found is not None and found[1] == 2
-    assert pool.index.find_partly((scope,), digest, [5, 9], SIZE) == (found[0], 1)
+    assert pool.index.find_partly((scope,), digest, [5, 9], {}, SIZE) == (found[0], 1)
     dropped(pool, [1, 2, 3, 4, 5])  # nothing new
     assert pool.num_cached == 2
     dropped(pool, [1, 2, 3, 4, 5, 6, 7])  # more than was known
-    assert pool.index.find_partly((scope,), digest, [5, 6, 7, 8], SIZE)[1] == 3  # type: ignore[index]
+    assert pool.index.find_partly((scope,), digest, [5, 6, 7, 8], {}, SIZE)[1] == 3  # type: ignore[index]
     pool.index.raise_priority(found[0], 9)
     tails = [block for block in pool.index.cached() if pool.index.name(block).tail]
     assert len(tails) == 2 and [pool.index.evict() for _ in range(2)] == tails
@@ -276,16 +293,18 @@ def test_only_known_tokens_of_a_tail_that_nobody_else_sees_are_kept() -> None:
     register(row, 2)
     assert kept(row, 2) == 0  # and another
     assert kept(row, 2) == 1
-    assert pool.index.find_partly(policy.scopes, b"r", [1, 2, 3], SIZE) == (1, 2)
+    assert pool.index.find_partly(policy.scopes, b"r", [1, 2, 3], {}, SIZE) == (1, 2)
 
     row = Row([pool.allocate()], 2)
     row.names = RowNames(b"q").extended([1, 2], {1: b"p"}, (), SIZE)
     register(row, 2)
-    assert kept(row, 2) == 1  # what else is given at its tokens cannot be compared
+    assert kept(row, 2) == 2
+    for also, same in (({1: b"p"}, 2), ({}, 1), ({1: b"q"}, 1), ({0: b"p", 1: b"p"}, 0), ({1: b"p", 2: b"p"}, 2)):
+        assert (pool.index.find_partly(policy.scopes, b"q", [1, 2, 3], also, SIZE) or (0, 0))[1] == same
     row = Row([pool.allocate(), pool.allocate()], 6)
     row.names = RowNames(b"q").extended([1, 2, 3, 4, 5, 6], {}, (), SIZE)
     register(row, 6)
-    assert kept(row, 6) == 1  # its parent has no name: nobody would find it
+    assert kept(row, 6) == 2  # its parent has no name: nobody would find it
     assert pool.check() == []
 
 
