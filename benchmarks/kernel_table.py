@@ -23,8 +23,14 @@ HEAD = """# What the kernels take
 
 Made by `make kernels` with torch {torch} and triton {triton}; compiled ahead of time, not run. Each line is a case of
 `tests/kernels/aot_cases.py` in the configuration that the first call takes (`kernels/configs.py`): registers of a
-thread, shared memory of a block, and how many blocks x warps one multiprocessor holds at a time. No kernel uses local
-memory; the tests hold that for every configuration that tuning may try.
+thread, shared memory of a block, how many blocks x warps one multiprocessor holds at a time, and the loads of global
+memory in the code (bytes a thread x instructions). No kernel uses local memory; the tests hold that for every
+configuration that tuning may try.
+
+Loads of 16 bytes are those of K and V; narrower ones read block ids, lengths, masks and scales. The values of 8-bit V
+are read as 16-bit words of two, and taken apart in registers: for a product whose operands come from registers (`mma`),
+Triton lays V's tile out in vectors of 8 elements, so that it would be read 8 bytes at a time. It still is where V's
+head dim is no multiple of 32, and in the thinnest tiles that tuning may try, which have fewer bytes than 16 a thread.
 """
 
 
@@ -45,14 +51,15 @@ def table(target: str, module: ModuleType) -> str:
     lines = [
         f"\n## {target}\n",
         f"Shared memory of a block: at most {limits.shared_bytes // 1024} KiB.\n",
-        "| case | kernel | tile | registers | shared KiB | resident | products |",
-        "|---|---|---|---:|---:|---:|---|",
+        "| case | kernel | tile | registers | shared KiB | resident | products | loads |",
+        "|---|---|---|---:|---:|---:|---|---|",
     ]
     for name, taken in module.resources(target, "").items():
         shared = f"{taken['shared_bytes'] / 1024:.1f}"
         resident = f"{taken['resident_blocks']} x {taken['num_warps']}"
         products = ", ".join(sorted(taken["products"])) or "-"
-        lines.append(f"| {name} | {taken['registers']} | {shared} | {resident} | {products} |")
+        loads = ", ".join(f"{width} x {count}" for width, count in sorted(taken["loads"].items(), reverse=True))
+        lines.append(f"| {name} | {taken['registers']} | {shared} | {resident} | {products} | {loads} |")
     return "\n".join(lines) + "\n"
 
 

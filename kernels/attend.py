@@ -120,7 +120,7 @@ def attend_packed(
     WORDS: tl.constexpr = TILE_DV // 2 if V_PAIRS else TILE_DV  # of a row of V
     dv_offs = tl.arange(0, WORDS)  # [WORDS]
     d_mask = (d_offs < HEAD_DIM)[:, None]  # [TILE_D, 1]
-    dv_mask = (dv_offs * (TILE_DV // WORDS) < V_HEAD_DIM)[None, :]  # [1, WORDS]
+    dv_mask = (dv_offs < V_HEAD_DIM // (TILE_DV // WORDS))[None, :]  # [1, WORDS]
 
     q_offs = batches * q_batch_stride + queries * q_query_stride + heads * q_head_stride  # [TILE_M]
     q_ptrs = q_ptr + q_offs[:, None]  # [TILE_M, 1]

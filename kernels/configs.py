@@ -91,6 +91,8 @@ def _decode_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimit
     entries = tuple((tile_m, *shape) for shape in shapes)
     if _latent_8bit_rocm(problem, limits):
         entries = tuple(entry for entry in LATENT_8BIT_ROCM if entry[0] == tile_m)
+    elif limits.arch == 0 and problem.k_scales is not None:
+        entries = tuple(entry for entry in entries if entry[1] < 128)  # spilled
     return _configs(problem, rows, limits, entries)
 
 

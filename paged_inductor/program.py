@@ -16,6 +16,7 @@ from .passes import GraphState
 from .replay import Replay
 from .runtime import Preempted, View, manager
 from .sharing import Loan, Sharer, StalePrefix, loans
+from .sizes import size_reader
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor
 from .triangles import Triangles
@@ -55,6 +56,7 @@ class PagedProgram:
         self._kept = [i for i, node in enumerate(captured) if node.name not in paged]
         self._densify = [j for j, i in enumerate(self._kept) if isinstance(examples[i], PagedTensor)]
         self._dense_outputs = state.dense_outputs
+        self._host_outputs = [(i, size_reader(size, captured)) for i, size in state.host_outputs.items()]
         self._num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         self._sharer = Sharer(state.sharing, captured) if state.sharing and not state.sharing.reason else None
         self._warned = False
@@ -163,6 +165,8 @@ class PagedProgram:
         results: list[Any] = [None] * self._num_outputs
         for i, value in zip(self._dense_outputs, dense):
             results[i] = value
+        for i, number in self._host_outputs:
+            results[i] = number(args)
         for plan, step in zip(self._plans, steps):
             for output in plan.outputs:
                 results[output.position] = PagedTensor(output.view(step.view, args), output.form)

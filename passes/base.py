@@ -210,8 +210,9 @@ class GraphState:
     triangles: inputs that are lower triangles, by name, with the number above the diagonal (see `known`).
     adoptions: static caches that came in dense and should be handles from now on. sharing: what the caches depend on.
     held: inputs that took the place of the cache's length, after all others (see `hold`); dropped: inputs that are none
-    any more: integers, and what held masks are made of; not_held: why a step still depends on the length. captured: the
-    inputs as captured. history: one result per pass.
+    any more: integers, and what held masks are made of; host_outputs: numbers that the rewritten graph does not return
+    either, by position: the caller computes them from the inputs; not_held: why a step still depends on the length.
+    captured: the inputs as captured. history: one result per pass.
     """
 
     gm: GraphModule
@@ -226,6 +227,7 @@ class GraphState:
     sharing: Sharing | None = None
     held: list[HeldInput] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
+    host_outputs: dict[int, int | SymInt] = field(default_factory=dict)
     not_held: str = ""
     captured: tuple[Node, ...] = ()
     history: list[PassResult] = field(default_factory=list)

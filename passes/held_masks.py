@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .. import ops
@@ -36,15 +36,19 @@ _OPERATIONS = (  # write to nothing, or to arenas only
 
 @dataclass(frozen=True)
 class MaskProgram:
-    """What makes a mask. positions: of its arguments among those of the step. nodes: of the graph it was taken from."""
+    """What makes a mask. grows: it is as long as the cache. positions: of its arguments among those of the step. nodes:
+    of the graph it was taken from."""
 
     run: Callable[..., Tensor]
+    grows: bool
     positions: tuple[int, ...]
     nodes: frozenset[Node]
 
     def __call__(self, args: Sequence[Any], capacity: int) -> Tensor:
-        """The mask for a step with `args`: its keys are the last of `capacity`."""
+        """The mask for a step with `args`; of one that grows, the keys are the last of `capacity`."""
         mask = self.run(*(args[i] for i in self.positions))
+        if not self.grows:
+            return mask.contiguous()
         hidden = False if mask.dtype == torch.bool else float("-inf")
         padded = mask.new_full((*mask.shape[:-1], capacity), hidden)
         padded[..., capacity - mask.shape[-1] :] = mask
@@ -52,8 +56,8 @@ class MaskProgram:
 
 
 def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, MaskProgram]:
-    """What makes the masks that are as long as the cache, by the `plan_mask` that takes each. Those that are made of
-    more than the step's inputs are left out."""
+    """What makes the masks that depend on lengths (made of `symbols`), by the `plan_mask` that takes each. Those that
+    are made of more than the step's inputs are left out."""
     found: dict[Node, MaskProgram] = {}
     made: dict[Node, MaskProgram | None] = {}
     writers: Writers | None = None
@@ -61,19 +65,20 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
         if not is_call(node, (ops.plan_mask,)):
             continue
         mask = node.args[0]
-        if not expr(shape(mask)[-1]).free_symbols & symbols:
-            continue
         if mask not in made:
             writers = writers or Writers(state.gm.graph)
-            made[mask] = _program(state, mask, writers)
+            made[mask] = _program(state, mask, symbols, writers)
         program = made[mask]
         if program is not None:
             found[node] = program
     return found
 
 
-def _program(state: GraphState, mask: Node, writers: Writers) -> MaskProgram | None:
+def _program(state: GraphState, mask: Node, symbols: set[sympy.Basic], writers: Writers) -> MaskProgram | None:
     nodes = _ancestors(mask)
+    grows = bool(expr(shape(mask)[-1]).free_symbols & symbols)
+    if not grows and not any(_depends(node, symbols) for node in nodes):
+        return None
     if len(nodes) > _MOST_NODES or any(node.is_impure() for node in nodes if node.op != "placeholder"):
         return None
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -91,7 +96,12 @@ def _program(state: GraphState, mask: Node, writers: Writers) -> MaskProgram | N
     graph.output(copies[mask])
     run = GraphModule(state.gm, graph)
     ordered = [node.name for node in state.gm.graph.find_nodes(op="placeholder") if node in nodes]
-    return MaskProgram(run, tuple(map(names.index, ordered)), frozenset(nodes))
+    return MaskProgram(run, grows, tuple(map(names.index, ordered)), frozenset(nodes))
+
+
+def _depends(node: Node, symbols: set[sympy.Basic]) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, SymInt) and bool(expr(value).free_symbols & symbols)
 
 
 def _ancestors(node: Node) -> set[Node]:

@@ -20,7 +20,7 @@ import torch
 from torch import SymInt
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .. import ops
 from .base import GraphState, HeldInput, Pass
@@ -60,15 +60,18 @@ class HoldLengths(Pass):
                     return  # a chunk of a prompt, of any length
                 symbols |= expr(site.size("S")).free_symbols
         if not symbols:
-            return  # captured for one length only: runs once
+            return  # captured for one length only: runs once, or over full windows
+        symbols |= _plain_numbers(state)
         drop_masks(graph)
         masks = masks_to_hold(state, symbols)
         self._replace(state, find_uses(state, symbols, masks), masks)
 
     def _replace(self, state: GraphState, found: LengthUses, masks: Mapping[Node, MaskProgram]) -> None:
         graph = state.gm.graph
+        _return_numbers(state, found)
         self._replace_masks(state, masks)
-        capacities = {plan: self._capacity(state, plan) for plan in found.plans}
+        sizes = {node: self._sizes(state, node) for node in graph.nodes if is_call(node, (ops.plan_step,))}
+        capacities = {plan: self._capacity(graph, plan, sizes[plan]) for plan in found.plans}
         for bound in found.bounds:
             with graph.inserting_before(bound.node):
                 moved = graph.call_function(operator.add, (capacities[bound.plan], bound.distance))
@@ -116,7 +119,9 @@ class HoldLengths(Pass):
             group = next(new.group for new in state.new_inputs if new.node is table)
             if (mask, group) not in inputs:
                 value = mask.meta["example_value"]
-                size = (*value.shape[:-1], shape(table)[1] * block_size)  # type: ignore[arg-type,operator]
+                size = tuple(value.shape)
+                if program.grows:
+                    size = (*size[:-1], shape(table)[1] * block_size)  # type: ignore[arg-type,operator]
                 like = self._contiguous(size, value)
                 inputs[mask, group] = self._add(state, "mask", group, like, program)
             node.update_arg(0, inputs[mask, group])
@@ -131,15 +136,19 @@ class HoldLengths(Pass):
             strides.insert(0, strides[0] * length)
         return fake_like(size, tuple(strides), like.dtype, like.device, self._mode)
 
-    def _capacity(self, state: GraphState, plan: Node) -> Node:
-        """How many tokens a row of the plan's table has room for, as a number that the recording is keyed by."""
-        table, block_size = plan.args[0], plan.args[4]
-        group = next(new.group for new in state.new_inputs if new.node is table)
+    def _sizes(self, state: GraphState, plan: Node) -> Node:
+        """Numbers that the recording is keyed by: the width of a plan's table, which is returned, and its blocks."""
+        group = next(new.group for new in state.new_inputs if new.node is plan.args[0])
         arena = next(new.node for new in state.new_inputs if new.kind == "arena" and new.group == group)
-        width = self._add(state, "width", group, shape(table)[1])  # type: ignore[arg-type]
+        width = self._add(state, "width", group, shape(plan.args[0])[1])  # type: ignore[arg-type]
         self._add(state, "blocks", group, shape(arena)[0])
-        with state.gm.graph.inserting_before(plan):
-            return size_node(state.gm.graph, expr(width.meta["example_value"]) * block_size)  # type: ignore[return-value]
+        return width
+
+    @staticmethod
+    def _capacity(graph: Graph, plan: Node, width: Node) -> Node:
+        """How many tokens a row of the plan's table has room for."""
+        with graph.inserting_before(plan):
+            return size_node(graph, expr(width.meta["example_value"]) * plan.args[4])  # type: ignore[return-value,operator]
 
     def _tensor(self, state: GraphState, number: Any, device: torch.device, known: dict[Node, Node]) -> Any:
         """A number made of the length, as a tensor of no dimensions."""
@@ -185,6 +194,29 @@ class HoldLengths(Pass):
                 if not any(isinstance(other, torch.Tensor) and mentions(other, {expr(value)}) for other in others):
                     state.dropped.add(node.name)
                     state.gm.graph.erase_node(node)
+
+
+def _return_numbers(state: GraphState, found: LengthUses) -> None:
+    """Numbers made of the length are returned by the host: it has the length."""
+    output = state.gm.graph.output_node()
+    kept: list[object] = []
+    positions: list[int] = []
+    for position, node in zip(state.dense_outputs, state.outputs):
+        if isinstance(node, Node) and node in found.numbers:
+            state.host_outputs[position] = node.meta["example_value"]
+        else:
+            positions.append(position)
+            kept.append(node)
+    state.dense_outputs = positions
+    output.args = (tuple(kept),)  # type: ignore[assignment]
+
+
+def _plain_numbers(state: GraphState) -> set[sympy.Basic]:
+    """Integer inputs that are no size of a tensor: lengths by another name, as a count of the tokens seen."""
+    values = [node.meta.get("example_value") for node in state.captured]
+    numbers = {symbol for value in values if isinstance(value, SymInt) for symbol in expr(value).free_symbols}
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return {number for number in numbers if not any(mentions(value, {number}) for value in tensors)}
 
 
 def _device(node: Node) -> torch.device:

@@ -104,6 +104,8 @@ def _only_for(held: Mapping[Node, MaskProgram]) -> set[Node]:
 
 def _classify(node: Node, found: LengthUses) -> None:
     """Find a place for a node that takes a number made of the length. Attention and its plans are `_check_readers`'."""
+    if node.op == "output":
+        return  # numbers are returned by the host
     inputs = [source for source in node.all_input_nodes if source in found.numbers]
     if isinstance(node.meta.get("example_value"), SymInt) and node.op == "call_function":
         found.numbers.add(node)
@@ -130,6 +132,8 @@ def _check_readers(graph: Graph, found: LengthUses, held: Mapping[Node, MaskProg
     source = {plan: plan for plan in found.plans}
     for node in graph.nodes:
         plans = [plan for plan in node.all_input_nodes if plan in source]
+        if not plans and is_call(node, (ops.attention, ops.plan_window)) and _bound_of(node)[1] in found.numbers:
+            raise NotHeld(f"the causal bound of {node.name} moves, but not the end of its cache")
         if not plans or node in held or is_call(node, (ops.cache_write,)):
             continue
         if not is_call(node, (ops.attention, ops.plan_window)):

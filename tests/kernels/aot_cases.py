@@ -84,6 +84,7 @@ DECODE = [
     Case("gqa_d256_softcap", q_len=1, head_dim=256, group=2, softcap=50.0),
     Case("gqa_d128_fp8", q_len=1, head_dim=128, group=4, stored=FP8),
     Case("gqa_d128_int8", q_len=1, head_dim=128, group=4, stored=INT8),
+    Case("gqa_d96_int8", q_len=1, head_dim=96, group=4, stored=INT8),
     Case("gqa_d128_shared", q_len=1, head_dim=128, group=4, shared_prefix=2048),
     Case("gqa_d128_chunk", q_len=1, head_dim=128, group=5, chunk=2048),
     Case("mha_d80_alibi", q_len=1, head_dim=80, group=1, alibi=True),

@@ -235,6 +235,47 @@ def test_a_mask_that_is_made_of_parameters_is_not_replayed_and_says_why() -> Non
     assert stats().graph_recordings == 0
 
 
+def test_windows_and_counts_of_tokens_beside_full_layers(calls: list[tuple[Any, ...]]) -> None:
+    """The masks of windows have one length and change all the same; a cache's count of tokens goes in and out."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "max_position_embeddings": 64}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    prompt = torch.randint(3, 97, (2, 20))
+    mask = torch.ones_like(prompt)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **options)
+    tokens = paged_inductor.page(model, **MODE).generate(prompt, **options)
+    assert torch.equal(tokens, expected)
+    assert len(calls) >= 11
+    assert stats().graph_recordings <= 2 + stats().arena_growths
+
+
+class Counting(Decoder):
+    """Returns how many tokens it has seen, too."""
+
+    def forward(self, tokens: Tensor, past: Any = None, padding: Tensor | None = None) -> Any:
+        logits, presents = super().forward(tokens, past, padding)
+        return logits, presents, presents[0][0].shape[2] * 2
+
+
+def test_numbers_made_of_the_length_are_returned_by_the_host(calls: list[tuple[Any, ...]]) -> None:
+    model = Counting(SMALL, layers=1)
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    past = None
+    with torch.no_grad():
+        for i, tokens in enumerate(torch.randint(0, 61, (1, 12)).split((7, 1, 1, 1, 1, 1), 1)):
+            logits, past, count = step(tokens, past)
+            assert count == 2 * (7 + i)
+    assert len(calls) == 4 and stats().graph_recordings <= 2
+
+
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(Exception, match="mode='fast' is not allowed: choose one of 'default', .*'reduce-overhead'"):
         paged_inductor.page(torch.nn.Linear(1, 1), mode="fast")

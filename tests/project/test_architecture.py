@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step": {"runtime", "tensor", "positions", "_layout"},
     "group_plan": {"_layout", "passes", "runtime", "tensor", "sizes", "positions", "step"},
     "replay": {"group_plan", "passes", "runtime"},
-    "program": {"ops", "passes", "runtime", "tensor", "group_plan", "replay", "sharing", "step", "triangles"},
+    "program": {"ops", "passes", "runtime", "tensor", "group_plan", "replay", "sharing", "sizes", "step", "triangles"},
     "adoption": {"passes", "runtime", "tensor"},
     "dense_run": {"tensor"},
     "verified": {
