@@ -123,6 +123,28 @@ def swapping(result: dict[str, Any]) -> str:
     return f"{table(header, rows)}\n\n{text}"
 
 
+def turns(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            c["tier"],
+            f"**{c['first_step_ahead_over_on_demand']:.2f}**",
+            c["round_ahead_over_on_demand"],
+            c["first_step_ms"],
+        ]
+        for c in result["cells"]
+        if "tier" in c
+    ]
+    header = ["", "first step of a turn, ahead ÷ on demand", "a whole round, ahead ÷ on demand", "on demand ms"]
+    (c,) = (cell for cell in result["cells"] if "threads" in cell)
+    text = (
+        f"{c['threads']} threads under a budget for {c['budget_for']}: **{c['time_over_one_after_the_other']}** times "
+        f"the time of the same work one after the other; a decode step {c['step_p50_ms']} ms (P50) and "
+        f"{c['step_p99_ms']} ms (P99), against {c['one_after_the_other_step_ms']} ms alone; "
+        f"{c['blocks_swapped_in']} blocks came back from host memory."
+    )
+    return f"{table(header, rows)}\n\n{text}"
+
+
 def prefixes(result: dict[str, Any]) -> str:
     (cell,) = result["cells"]
     figures = [
@@ -160,6 +182,7 @@ def main() -> None:
             "pass_time",
             "prefixes",
             "swapping",
+            "turns",
         )
     }
     parts = {
@@ -174,6 +197,7 @@ def main() -> None:
         "pass_time": pass_time(results["pass_time"]),
         "prefixes": prefixes(results["prefixes"]),
         "swapping": swapping(results["swapping"]),
+        "turns": turns(results["turns"]),
     }
     text = PAGE.read_text()
     for name, part in parts.items():
