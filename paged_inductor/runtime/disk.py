@@ -13,7 +13,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -40,18 +40,18 @@ class _DiskExtent(Extent):
 
     def _fill(self, parts: Sequence[Part]) -> None:
         largest = max(part.size(self._count) for part in parts)
-        with self.tier.staging(largest) as buffers, ThreadPoolExecutor(1) as writer:  # type: ignore[attr-defined]
-            written = [writer.submit(_nothing) for _ in buffers]
+        written: list[Future[None]] = []
+        with self.tier.staging(largest) as buffers, ThreadPoolExecutor(1) as writer, _released(written):  # type: ignore[attr-defined]
             for i, part in enumerate(parts):
-                turn = i % len(buffers)
-                written[turn].result()
-                values = shaped(buffers[turn], part, self._count)
+                if len(written) == len(buffers):
+                    written.pop(0).result()
+                values = shaped(buffers[i % len(buffers)], part, self._count)
                 part.fill(values)
                 data, piece = memory_of(values), part.size(1)
                 self._sums.append([zlib.crc32(data[at : at + piece]) for at in range(0, len(data), piece)])
-                written[turn] = writer.submit(self._write, data, self._offsets[i])
-            for future in written:
-                future.result()
+                written.append(writer.submit(self._write, data, self._offsets[i]))
+            while written:
+                written.pop(0).result()
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
@@ -60,13 +60,12 @@ class _DiskExtent(Extent):
 
     def read(self, places: Sequence[int]) -> Generator[Tensor, None, None]:
         count = len(places)
-        with (
-            self.tier.staging(max(part.size(count) for part in self._parts)) as buffers,  # type: ignore[attr-defined]
-            ThreadPoolExecutor(1) as reader,
-        ):
-            coming = [reader.submit(self._read, 0, places, buffers[0])]
+        largest = max(part.size(count) for part in self._parts)
+        coming: list[Future[None]] = []
+        with self.tier.staging(largest) as buffers, ThreadPoolExecutor(1) as reader, _released(coming):  # type: ignore[attr-defined]
+            coming.append(reader.submit(self._read, 0, places, buffers[0]))
             for i, part in enumerate(self._parts):
-                coming[-1].result()
+                coming.pop().result()
                 if i + 1 < len(self._parts):
                     coming.append(reader.submit(self._read, i + 1, places, buffers[(i + 1) % len(buffers)]))
                 values = shaped(buffers[i % len(buffers)], part, count)
@@ -127,5 +126,10 @@ class DiskTier(Tier):
         return _DiskExtent(self, size, parts, count)
 
 
-def _nothing() -> None:
-    """What was written before the first layer."""
+@contextmanager
+def _released(futures: list[Future[None]]) -> Iterator[None]:
+    """Forget futures at the end: one that failed keeps its exception, and that the frames of all callers."""
+    try:
+        yield
+    finally:
+        futures.clear()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import json
 import os
 import struct
 import subprocess
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,22 @@ def saved(tmp_path: Path) -> tuple[Any, Any, Path]:
     path = tmp_path / "cache.kv"
     paged_inductor.save(past, path)
     return model, past, path
+
+
+@functools.cache
+def saved_bytes() -> bytes:
+    """A file's contents, for tests that need no model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.kv"
+        paged_inductor.save(generate(paged_model(), prompt(), 10)[1], path)
+        return path.read_bytes()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "cache.kv"
+    path.write_bytes(saved_bytes())
+    return path
 
 
 def test_a_cache_comes_back(saved: Any) -> None:
@@ -163,8 +181,7 @@ def test_another_models_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 25, 40, 200, -300, -1])
 @pytest.mark.parametrize("fault", ["changed", "cut off"])
-def test_damaged_files_are_refused(saved: Any, place: int, fault: str) -> None:
-    _, _, path = saved
+def test_damaged_files_are_refused(path: Path, place: int, fault: str) -> None:
     data = bytearray(path.read_bytes())
     place %= len(data)
     if fault == "changed":
@@ -177,8 +194,7 @@ def test_damaged_files_are_refused(saved: Any, place: int, fault: str) -> None:
     paged_inductor.check_integrity()
 
 
-def test_a_longer_file_is_refused(saved: Any) -> None:
-    _, _, path = saved
+def test_a_longer_file_is_refused(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(SavedCacheError, match="behind its end"):
         paged_inductor.load(path)
@@ -257,8 +273,7 @@ FORGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_header_that_contradicts_itself(saved: Any, name: str) -> None:
-    _, _, path = saved
+def test_a_header_that_contradicts_itself(path: Path, name: str) -> None:
     data, at = path.read_bytes(), len(persist.MAGIC)
     size, _ = struct.unpack("<QI", data[at : at + 12])
     header = json.loads(data[at + 12 : at + 12 + size])
@@ -272,8 +287,7 @@ def test_a_header_that_contradicts_itself(saved: Any, name: str) -> None:
     assert paged_inductor.check_integrity() == before
 
 
-def test_only_classes_of_transformers_caches_are_named(saved: Any) -> None:
-    _, _, path = saved
+def test_only_classes_of_transformers_caches_are_named(path: Path) -> None:
     cache_utils = pytest.importorskip("transformers.cache_utils")
     for name in ("torch", "is_torchdynamo_compiling", "PreTrainedConfig", "abstractmethod"):
         assert hasattr(cache_utils, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -311,3 +312,25 @@ def test_prefetch() -> None:
 def test_bad_options(options: dict) -> None:
     with pytest.raises(paged_inductor.ConfigurationError, match=next(iter(options))):
         configure(**options)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_failed_swap_keeps_nothing_alive(done: bool) -> None:
+    """Also not until garbage is collected."""
+    model = paged_model()
+    configure(swap_disk="1GiB")
+    gc.disable()
+    try:
+        with torch.no_grad():
+            _, past = model(prompts(1)[0], None)
+        if done:
+            assert swap_everything_out() == 3
+            with mock.patch.object(os, "preadv", side_effect=OSError), pytest.raises(SwapError):
+                past[0][0].dense()
+        else:
+            with mock.patch.object(os, "pwrite", side_effect=OSError):
+                assert swap_everything_out() == 0
+        del past
+        assert paged_inductor.stats().sequences == 0
+    finally:
+        gc.enable()
