@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from weakref import ref
 
 from .group import CacheGroup, View
@@ -52,7 +53,8 @@ class Ahead:
 
     def _submit(self, rows: _Rows) -> None:
         if any((row := each()) is not None and row.away for _, members in rows for each in members):
-            self._executor.submit(self._run, rows)
+            with suppress(RuntimeError):  # the interpreter is about to end
+                self._executor.submit(self._run, rows)
 
     def _run(self, rows: _Rows) -> None:
         for group, members in rows:

@@ -45,15 +45,20 @@ class SwapSpace:
         self.storage = Storage(groups)
 
     @contextmanager
-    def _moving(self, group: CacheGroup, transfer: Transfer) -> Iterator[None]:
-        """Inside, the books are free for others, and the group's arenas stay where they are."""
+    def _registered(self, group: CacheGroup, transfer: Transfer) -> Iterator[None]:
+        """Inside, the group's arenas stay where they are, and others respect what the transfer says."""
         try:
             group.pool.transfers.add(transfer)
-            with self._unlocked():
-                yield
+            yield
         finally:
             group.pool.transfers.discard(transfer)
             self._idle.notify_all()
+
+    @contextmanager
+    def _moving(self, group: CacheGroup, transfer: Transfer) -> Iterator[None]:
+        """`_registered`, and the books are free for others."""
+        with self._registered(group, transfer), self._unlocked():
+            yield
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
@@ -79,10 +84,20 @@ class SwapSpace:
         kept: rows that stay. payer: only blocks that this account pays for. Those of running steps stay.
         """
         kept = list(kept)
-        while blocks := self._coldest(group, wanted, kept, payer):
-            moved = self._out(group, blocks)
-            if moved != 0:
-                return moved or 0
+        most: int | None = None
+        while blocks := self._coldest(group, wanted, kept, payer)[:most]:
+            start = time.perf_counter()
+            stored = self._store(group, blocks)
+            if stored is None:
+                most = len(blocks) // 2  # what is left of the tiers may hold some of them
+                continue
+            extent, places = stored
+            self._move(group, places, extent)
+            self._counters.swap_seconds_out += time.perf_counter() - start
+            if places:  # else others used all of them meanwhile
+                self._counters.swaps_out += len(places)
+                self._counters.swap_bytes_out += extent.size
+                return len(places)
         return 0
 
     def _coldest(self, group: CacheGroup, wanted: int, kept: Iterable[Row], payer: Account | None) -> list[int]:
@@ -103,37 +118,24 @@ class SwapSpace:
             stop += 1
         return order[:stop]
 
-    def _out(self, group: CacheGroup, blocks: list[int]) -> int | None:
-        """Move blocks to the first tier that takes them; returns how many, None if no tier takes any. It is 0 if others
-        used all of them meanwhile."""
-        while blocks:
-            start = time.perf_counter()
-            stored = self._store(group, blocks)
-            if stored is not None:
-                extent, places = stored
-                self._move(group, places, extent)
-                self._counters.swaps_out += len(places)
-                self._counters.swap_bytes_out += extent.size if places else 0
-                self._counters.swap_seconds_out += time.perf_counter() - start
-                return len(places)
-            blocks = blocks[: len(blocks) // 2]  # what is left of the tiers may hold some of them
-        return None
-
     def _store(self, group: CacheGroup, blocks: Iterable[int]) -> tuple[Extent, dict[int, int]] | None:
         """Copy blocks to the first tier that takes them: the extent, and the places of those that nobody used since."""
         order = sorted(blocks)  # memory is read faster in its order
         index = torch.tensor(order, device=group.sites[0].device)
         parts = [_part(site, arena, index) for site, arena in zip(group.sites, group.arenas)]
-        for extent in self.storage.rooms(group, parts, len(order), self._moving):
-            transfer = Transfer((extent,), leaving=set(order))
-            try:
-                with self._moving(group, transfer):
-                    extent.fill(parts)
-            except TierFull:
-                self.storage.close(extent)
-                continue
-            refcount = group.pool.refcount  # a cached block has no owners
-            return extent, {b: i for i, b in enumerate(order) if b in transfer.leaving and refcount(b)}
+        transfer = Transfer(leaving=set(order))
+        with self._registered(group, transfer):  # already while room is made, for which the books are given up, too
+            for extent in self.storage.rooms(group, parts, len(order), self._moving):
+                transfer.extents = (extent,)
+                try:
+                    with self._unlocked():
+                        extent.fill(parts)
+                except TierFull:
+                    transfer.extents = ()
+                    self.storage.close(extent)
+                    continue
+                refcount = group.pool.refcount  # a cached block has no owners
+                return extent, {b: i for i, b in enumerate(order) if b in transfer.leaving and refcount(b)}
         return None
 
     def _move(self, group: CacheGroup, places: Mapping[int, int], extent: Extent) -> None:

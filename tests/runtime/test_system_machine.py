@@ -316,12 +316,12 @@ class SystemMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if sys.exc_info()[0] is None:
-            self.runtime._ahead._executor.shutdown()
             configure(kv_budget=2**30)
             for tenant in self.runtime.tenants.all():
                 tenant.limit = float("inf")
             while self.caches:
                 self.use_last()
+            self.runtime._ahead._executor.shutdown()
             self.runtime.check_integrity()
             assert all(group.pool.num_used == group.pool.num_swapped == 0 for group in self.groups)
             assert self.runtime.swap.storage.used() == {"host": 0, "disk": 0}
