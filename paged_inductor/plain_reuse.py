@@ -29,6 +29,7 @@ __all__ = ["PlainReuse"]
 _PLAIN = (type(None), bool, int, float, str)
 _ARGUMENTS = (Tensor, *_PLAIN)
 _MOST_FAILURES = 3  # then a model is left alone
+_MOST_OBSERVED = 8  # calls in a row of which nothing was learned; then, too
 
 
 class _Whole(NamedTuple):
@@ -48,6 +49,7 @@ class PlainReuse:
         self._parameters = list(signature.parameters.values())
         self._whole: _Whole | None = None
         self._cache: tuple[Place, str, Structure] | None = None  # the argument, by position or keyword, and its name
+        self._fruitless = 0
         self._failed: Counter[bytes] = Counter()  # how often others did not go on in the way of graphs of these
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,6 +71,8 @@ class PlainReuse:
                     return done[0]
                 self._failed[whole.known.sharer.sharing.digest] += 1
                 self._whole = None
+        if self._fruitless == _MOST_OBSERVED:
+            return function(*args, **kwargs)
         return self._observe(function, args, kwargs, given)
 
     def _goes_on(self, given: Mapping[Place, Any]) -> bool:
@@ -146,6 +150,7 @@ class PlainReuse:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[Place, Any]
     ) -> Any:
         """Call with a whole prompt, and see what the model does."""
+        self._fruitless += 1
         before = _state(self._module)
         with Observer.watching() as observer:
             result = function(*args, **kwargs)
@@ -157,6 +162,7 @@ class PlainReuse:
             range(len(known.groups))
         ):
             self._whole = _Whole(known, results, self._arguments(given))
+            self._fruitless = 0
         return result
 
     def _understood(self, known: Known, given: Mapping[Place, Any]) -> bool:

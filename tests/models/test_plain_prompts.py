@@ -6,12 +6,14 @@ import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import paged_inductor
+from paged_inductor.plain_reuse import PlainReuse
 from paged_inductor.program import PagedProgram
 from tests.models.zoo import Decoder, Form
 
@@ -215,6 +217,13 @@ def test_what_more_than_the_last_position_decides_is_computed(finish: Callable[.
     prompts = [tokens(40), tokens(40), joined(tokens(32), tokens(20, 1)), joined(tokens(32), tokens(25, 2))]
     assert pair.skipped(*prompts) == [0] * 4
     assert pair.paged.calls == pair.dense.calls
+
+
+def test_a_model_that_nothing_is_learned_of_is_not_observed_for_ever(computed: list[int]) -> None:
+    pair = Pair(everything, computed)
+    assert pair.skipped(*[tokens(20, seed) for seed in range(9)]) == [0] * 9
+    with torch.no_grad(), mock.patch.object(PlainReuse, "_observe", side_effect=AssertionError):
+        pair.paged(tokens(20))
 
 
 def test_a_prompt_that_another_graph_is_for_is_computed(computed: list[int]) -> None:
