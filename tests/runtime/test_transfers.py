@@ -80,9 +80,11 @@ def during(number: int, late: bool, action: Callable[[], object]) -> Iterator[li
         with original(self):
             if mine and not late:
                 action()
-            yield
-            if mine and late:
-                action()
+            try:
+                yield
+            finally:
+                if mine and late:
+                    action()
 
     with mock.patch.object(SwapSpace, "_unlocked", unlocked):
         yield count
