@@ -33,7 +33,7 @@ class Ledger:
         self.prefixes_forgotten = 0  # how often all of them were
         self._sanitizing = False
         self.tenants = Tenants()
-        self.swap = SwapSpace(self._groups.values(), self._idle, self.counters)
+        self.swap = SwapSpace(self._groups.values(), self._idle, self.counters, nodes)
         self._budget = Budget(self._groups.values(), self._idle, self.counters, self.swap)
         self._clock = count()
 

@@ -5,6 +5,8 @@ to once by a thread that is bound to that node's cores, before anybody else sees
 runs, its thread is bound to them, too. On a host with one node nothing of this happens, nor where a step uses more
 threads than the node has cores (torch.get_num_threads()): binding would take cores from it.
 
+Host memory for swapped blocks of a GPU is taken on the node that the GPU is attached to.
+
 Only the thread that runs a step is bound: OpenMP threads that were started before stay where they are. A model that is
 to use the cores of all nodes is best run as one process per node, each bound by `numactl`: then each sees one node.
 """
@@ -18,13 +20,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROOT", "Node", "Nodes", "parse_cpus", "this_host", "topology", "touch"]
+__all__ = ["PCI", "ROOT", "Node", "Nodes", "parse_cpus", "this_host", "topology", "touch"]
 
 ROOT = Path("/sys/devices/system/node")
+PCI = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,16 @@ class Nodes:
             return None
         self._homes[node] += 1
         return node
+
+    def next_to(self, device: torch.device) -> Node | None:
+        """The node that a GPU is attached to; None if the system does not tell, or this process may not use it."""
+        facts: Any = torch.cuda.get_device_properties(device)
+        try:
+            address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+            number = int((PCI / address / "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return None
+        return next((node for node in self._nodes if node.number == number), None)
 
     def bind(self, node: Node | None) -> None:
         """Keep this thread on a node's cores until `unbind`; calls may be nested. None: leave it where it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from .._config import config
 from .disk import DiskTier
 from .group import CacheGroup
 from .memory import free_bytes
+from .numa import Nodes
 from .tiers import Extent, HostTier, Part, Tier, TierFull
 from .transfer import Transfer
 
@@ -37,9 +38,10 @@ class Storage:
     An extent that a transfer uses stays open until that has ended, even if none of its blocks is needed any more.
     """
 
-    def __init__(self, groups: Collection[CacheGroup]) -> None:
-        """groups: a live view of all groups."""
+    def __init__(self, groups: Collection[CacheGroup], nodes: Nodes | None = None) -> None:
+        """groups: a live view of all groups. nodes: of a host that has several memory nodes."""
         self._groups = groups
+        self._nodes = nodes
         self._ids = count(1)
         self._pieces: dict[int, Piece] = {}
         self._blocks: dict[Extent, set[int]] = {}  # oldest first
@@ -58,11 +60,18 @@ class Storage:
             if tier.used + size > tier.limit:
                 self._demote(group, tier, size, tiers[i + 1 :], moving)
             try:
-                extent = tier.make(parts, count, pinned=not on_cpu)
+                with self._near(group.sites[0].device):
+                    extent = tier.make(parts, count, pinned=not on_cpu)
             except TierFull:
                 continue
             self._blocks[extent] = set()
             yield extent
+
+    def _near(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside, memory that is taken at once, as pinned memory is, lies next to a GPU."""
+        if self._nodes is None or device.type != "cuda":
+            return nullcontext()
+        return self._nodes.near(self._nodes.next_to(device))
 
     def _available(self, on_cpu: bool) -> list[Tier]:
         """The tiers for caches of a kind of device, fastest first, with the limits now in force."""

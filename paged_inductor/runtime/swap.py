@@ -20,6 +20,7 @@ from torch import Tensor
 from .._errors import SwapError
 from .counters import Counters
 from .group import CacheGroup, SiteSpec
+from .numa import Nodes
 from .pool import Account
 from .storage import Storage
 from .table import Row
@@ -38,11 +39,14 @@ class SwapSpace:
     """Moves blocks between the arenas and the storage. Obligation for every method: the caller holds the manager's
     lock; `out` and `back` give it up while they copy."""
 
-    def __init__(self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters) -> None:
-        """groups: a live view of all groups. idle: of the manager's lock; notified when a transfer ends."""
+    def __init__(
+        self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters, nodes: Nodes | None = None
+    ) -> None:
+        """groups: a live view of all groups. idle: of the manager's lock; notified when a transfer ends. nodes: of a
+        host that has several memory nodes."""
         self._counters = counters
         self._idle = idle
-        self.storage = Storage(groups)
+        self.storage = Storage(groups, nodes)
 
     @contextmanager
     def _registered(self, group: CacheGroup, transfer: Transfer) -> Iterator[None]:

@@ -6,12 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paged_inductor.runtime import Manager, SiteSpec, group, numa
 from paged_inductor.runtime.numa import Node, Nodes, parse_cpus, this_host, topology
+from paged_inductor.runtime.storage import Storage
 
 SITE = SiteSpec(2, 8, torch.float32, torch.device("cpu"))
 ALLOWED = os.sched_getaffinity(0)
@@ -70,6 +72,26 @@ def test_groups_are_spread_and_stay_where_they_are(monkeypatch: pytest.MonkeyPat
     bound = Nodes([Node(0, frozenset({100000})), Node(1, frozenset({LAST}))])
     assert [bound.home().number for _ in range(3)] == [1, 1, 1]  # where their thread is bound to
     monkeypatch.undo()
+
+
+def test_host_memory_for_a_gpus_blocks_is_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {0: "0", 1: "1", 2: "-1", 3: "5", 4: "nonsense"}
+    for index, node in places.items():
+        folder = tmp_path / f"0001:{index:02x}:0a.0"
+        folder.mkdir()
+        (folder / "numa_node").write_text(node + "\n")
+    monkeypatch.setattr(numa, "PCI", tmp_path)
+    facts = {i: SimpleNamespace(pci_domain_id=1, pci_bus_id=i, pci_device_id=10) for i in range(6)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts[device.index])
+    nodes = two_nodes()
+    found = [nodes.next_to(torch.device("cuda", i)) for i in range(6)]
+    assert [node.number if node else None for node in found] == [0, 1, None, None, None, None]
+    storage = Storage((), nodes)
+    for i, core in ((0, FIRST), (1, LAST)):
+        with storage._near(torch.device("cuda", i)):
+            assert os.sched_getaffinity(0) == {core}
+    with storage._near(torch.device("cpu")), storage._near(torch.device("cuda", 2)):
+        assert os.sched_getaffinity(0) == ALLOWED
 
 
 def test_arenas_are_first_written_to_on_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
