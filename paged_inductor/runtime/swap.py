@@ -133,6 +133,7 @@ class SwapSpace:
                 transfer.extents = (extent,)
                 try:
                     with self._unlocked():
+                        _finish_kernels(index.device)
                         extent.fill(parts)
                 except TierFull:
                     transfer.extents = ()
@@ -219,14 +220,20 @@ class SwapSpace:
 def _read(group: CacheGroup, extent: Extent, places: Sequence[int], blocks: Sequence[int]) -> int:
     """Copy the contents of an extent's places into blocks, layer by layer; returns the bytes."""
     index = torch.tensor(blocks, device=group.sites[0].device)
+    _finish_kernels(index.device)
     size = 0
     with closing(extent.read(places)) as contents:
         for site, arena, values in zip(group.sites, group.arenas, contents):
             size += values.nbytes
             site.put(arena, index, values)
-        if index.device.type != "cpu":  # `values` is used again: no copy may be under way
-            torch.accelerator.current_stream(index.device).synchronize()
+        _finish_kernels(index.device)  # `values` is used again
     return size
+
+
+def _finish_kernels(device: torch.device) -> None:
+    """Wait for what was launched: other streams may still read or write blocks that no step holds any more."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:
