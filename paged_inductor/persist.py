@@ -35,6 +35,7 @@ __all__ = ["load", "save"]
 
 MAGIC = b"paged_inductor cache\n"
 VERSION = 1
+LONGEST_CRC = 2**32 - 1  # in the place of one that is not known yet
 _ALLOWED = {
     ("builtins", name)
     for name in ("object", "list", "dict", "tuple", "set", "frozenset", "slice", "complex", "bytearray")
@@ -62,7 +63,7 @@ def save(cache: Any, path: str | os.PathLike[str], *, model: nn.Module | None = 
     target = Path(path)
     views = [view for group in writer.groups for view in group.views]
     with manager().using(*views), replacing(target) as file:
-        header = {
+        header: dict[str, Any] = {
             "version": VERSION,
             "torch": torch.__version__,
             "model": fingerprint(model) if model is not None else None,
@@ -72,13 +73,14 @@ def save(cache: Any, path: str | os.PathLike[str], *, model: nn.Module | None = 
             "stacks": writer.stacks,
             "handles": writer.handles,
         }
-        text = json.dumps(header).encode()
-        file.write(MAGIC + struct.pack("<QI", len(text), zlib.crc32(text)) + text + skeleton)
-        for group in writer.groups:
-            for section in group.sections():
-                file.write(_bytes(section))
-        for tensor in writer.tensors:
-            file.write(_bytes(tensor))
+        size = _write_header(file, header, 0)
+        file.write(skeleton)
+        for group, facts in zip(writer.groups, header["groups"]):
+            facts["crcs"] = [_write(file, section) for section in group.sections()]
+        for tensor, facts in zip(writer.tensors, header["tensors"]):
+            facts[-1] = _write(file, tensor)
+        file.seek(0)
+        _write_header(file, header, size)
 
 
 def load(
@@ -141,7 +143,6 @@ class _SavedGroup:
         self.blocks = list(filled)
         self._partly = [(place, slots) for place, slots in enumerate(filled.values()) if slots < size]
         number = {block: i for i, block in enumerate(self.blocks)}
-        self.crcs = [zlib.crc32(_bytes(section)) for section in self.sections()]
         return {
             "block_size": size,
             "label": self.views[0].label,
@@ -153,7 +154,7 @@ class _SavedGroup:
             "blocks": len(self.blocks),
             "tables": [[number[block] for block in table] for table in tables],
             "views": [[[position[row] for row in rows], *rest] for rows, *rest in seen],
-            "crcs": self.crcs,
+            "crcs": [LONGEST_CRC] * len(self.group.sites),
         }
 
     def sections(self) -> Iterator[Tensor]:
@@ -213,12 +214,22 @@ class _Writer(pickle.Pickler):
 
 def _tensor_header(tensor: Tensor) -> list[Any]:
     name = _name(tensor.dtype)
-    return [list(tensor.shape), name, str(tensor.device), tensor.nbytes, zlib.crc32(_bytes(tensor))]
+    return [list(tensor.shape), name, str(tensor.device), tensor.nbytes, LONGEST_CRC]
 
 
-def _bytes(tensor: Tensor) -> memoryview | bytes:
+def _write(file: IO[bytes], tensor: Tensor) -> int:
+    """Write a tensor's bytes; returns their checksum."""
     tensor = tensor.cpu().contiguous()
-    return bytes(memory_of(tensor)) if tensor.nbytes else b""
+    data = memory_of(tensor) if tensor.nbytes else b""
+    file.write(data)
+    return zlib.crc32(data)
+
+
+def _write_header(file: IO[bytes], header: dict[str, Any], size: int) -> int:
+    """Write a header of at least `size` bytes (what JSON lacks, spaces fill up); returns how many it has."""
+    text = json.dumps(header).encode().ljust(size)
+    file.write(MAGIC + struct.pack("<QI", len(text), zlib.crc32(text)) + text)
+    return len(text)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
