@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -32,7 +33,6 @@ def test_swapped_caches_die_between_two_graphs(tier: str, recwarn: pytest.Warnin
     paged_inductor.reset()
     configure(**{"swap_host": 0, "swap_disk": 0, tier: "1GiB"})
     compiled = torch.compile(step, backend="eager")
-    seen = len(get_compilation_metrics())
     for tokens in (40, 56, 72):
         HELD["cache"] = paged_like(torch.randn(1, 2, tokens, 8))
         runtime = manager()
@@ -42,5 +42,7 @@ def test_swapped_caches_die_between_two_graphs(tier: str, recwarn: pytest.Warnin
         assert runtime.swap.storage.used() == {"host": 0, "disk": 0}
     reset_config()
     paged_inductor.check_integrity()
-    assert {metrics.co_filename for metrics in get_compilation_metrics()[seen:]} == {__file__}
+    traced = {metrics.co_filename for metrics in get_compilation_metrics()}
+    assert __file__ in traced
+    assert not [name for name in traced if os.path.dirname(paged_inductor.__file__) in str(name)]
     assert not [warning for warning in recwarn if "Unraisable" in warning.category.__name__]
