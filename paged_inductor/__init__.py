@@ -34,7 +34,8 @@ from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 from .timeline import Timeline, timeline
 
-trace_rules.add(__name__)  # finalizers and handles' operations also run inside compiled functions: not to be traced
+for _part in ("runtime", "tensor", "ops"):  # finalizers and handles' operations also run inside compiled functions
+    trace_rules.add(f"{__name__}.{_part}")  # which must not trace them
 if "paged_inductor" not in list_backends(exclude_tags=None):  # a bare checkout has no entry point
     register_backend(_backend, name="paged_inductor")
 

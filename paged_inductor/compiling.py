@@ -21,15 +21,13 @@ RECOMPILE_LIMIT = 64
 
 def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own code that calls `function`. Dynamo keys compilations by code object: models whose
-    forwards share code (one class, or one decorator around all of them) must not use up each other's limit. It is
-    traced, as the package's files are not, so that graphs tell how their inputs are passed."""
+    forwards share code (one class, or one decorator around all of them) must not use up each other's limit."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    name = getattr(function, "__name__", "call")
-    code = call.__code__.replace(co_name=name, co_filename="<entry of a paged model>")
-    return types.FunctionType(code, globals(), name, None, call.__closure__)
+    code = call.__code__.replace(co_name=getattr(function, "__name__", "call"))
+    return types.FunctionType(code, globals(), code.co_name, None, call.__closure__)
 
 
 def compile_paged(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

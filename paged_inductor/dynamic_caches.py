@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from .runtime import View
 from .tensor import PagedTensor
 from .tensor.handle import Form, plain
@@ -84,6 +86,15 @@ def returned(result: Any) -> Any:
     values = list(result.values()) if isinstance(result, Mapping) else result
     caches = [each for each in values if hasattr(each, "layers")] if isinstance(values, list | tuple) else []
     return caches[0] if len(caches) == 1 else None
+
+
+def logits_only(result: Any) -> bool:
+    """Whether a model's output has nothing but logits and a cache."""
+    if isinstance(result, Mapping):
+        given = {name for name, value in result.items() if value is not None and not hasattr(value, "layers")}
+        return given == {"logits"}
+    rest = [each for each in result if not hasattr(each, "layers")] if isinstance(result, tuple) else [result]
+    return len(rest) == 1 and isinstance(rest[0], Tensor)
 
 
 def _grows(layer: Any) -> bool:

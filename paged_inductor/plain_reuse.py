@@ -10,8 +10,8 @@ decide, and if the graph that goes on is proven to compute it in the same way.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ __all__ = ["PlainReuse"]
 _PLAIN = (type(None), bool, int, float, str)
 _ARGUMENTS = (Tensor, *_PLAIN)
 _MOST_FAILURES = 3  # then a model is left alone
+_DEPTH = 3  # of containers in which changes are noticed
 _MOST_OBSERVED = 8  # calls in a row of which nothing was learned; then, too
 
 
@@ -71,7 +72,7 @@ class PlainReuse:
                     return done[0]
                 self._failed[whole.known.sharer.sharing.digest] += 1
                 self._whole = None
-        if self._fruitless == _MOST_OBSERVED:
+        if self._fruitless >= _MOST_OBSERVED:
             return function(*args, **kwargs)
         return self._observe(function, args, kwargs, given)
 
@@ -177,13 +178,13 @@ class PlainReuse:
 
 
 class _Same(NamedTuple):
-    """A value that equals itself only, as long as it is."""
+    """Values that equal themselves only, as long as they are: one, and those in it."""
 
-    value: Any
-    size: int
+    values: tuple[Any, ...]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value and self.size == other.size
+        same = isinstance(other, _Same) and len(self.values) == len(other.values)
+        return same and all(a is b for a, b in zip(self.values, other.values))  # type: ignore[attr-defined]
 
 
 def _state(module: nn.Module) -> dict[tuple[str, str], _Same] | None:
@@ -194,5 +195,20 @@ def _state(module: nn.Module) -> dict[tuple[str, str], _Same] | None:
         if path and (part._forward_hooks or part._forward_pre_hooks):
             return None
         for name, value in vars(part).items():
-            found[path, name] = _Same(value, len(value) if isinstance(value, list | dict | set) else 0)
+            found[path, name] = _Same(tuple(_inside(value, _DEPTH)))
     return found
+
+
+def _inside(value: Any, depth: int) -> Iterator[Any]:
+    """A value, and what its containers and objects hold, down to a depth."""
+    yield value
+    if depth and not isinstance(value, nn.Module | Tensor | type | str | bytes) and not callable(value):
+        parts: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            parts = (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            parts = value
+        elif hasattr(value, "__dict__"):
+            parts = vars(value).values()
+        for part in list(parts):
+            yield from _inside(part, depth - 1)

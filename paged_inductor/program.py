@@ -105,13 +105,13 @@ class PagedProgram:
         except BaseException:
             undo(steps)
             raise
-        inputs = [args[i] for i in self._kept]
-        for j in self._densify:
-            inputs[j] = inputs[j].dense()
         runtime = manager()
         views = [step.view for step in steps]
-        root = self._sharer.begin(args, self._plans, views) if self._sharer is not None else None
         try:
+            inputs = [args[i] for i in self._kept]
+            for j in self._densify:
+                inputs[j] = inputs[j].dense()
+            root = self._sharer.begin(args, self._plans, views) if self._sharer is not None else None
             runtime.begin(views)
         except BaseException:
             undo(steps)

@@ -65,7 +65,7 @@ class Reuse:
         try:
             cache.fill(seen.layers, views)
             result = function(**_rest(kwargs, views[0].length))
-            if loan.confirmed:
+            if loan.confirmed and dynamic_caches.logits_only(result):  # other outputs would lack the cached positions
                 return result
         except StalePrefix:
             pass

@@ -87,13 +87,14 @@ def picked(flows: Flows, node: Node, x: Node, index: Node) -> Flow | None:
         if flows.sizes(pairs)[1] != order.slots:
             raise NotShared(f"{node.name} may mix positions")
         flows.operands[node] = [pairs, order.chosen]
-        return Flow((order.label,), digest("slot", flow.digest), True)
+        return Flow((order.label,), digest("slot", flow.digest, flows.of(order.chosen).digest), True)
     if made_name(index) in ("floordiv", "floor_divide"):
         order = flows.values.get(index.args[0])
         if isinstance(order, _Order) and index.args[1] == order.slots:
             flow = _of_tokens(flows, x)
             flows.operands[node] = [x, order.chosen]
-            return Flow((order.label, *flow.labels[1:]), digest("token", flow.digest), True)
+            chosen = flows.of(order.chosen).digest
+            return Flow((order.label, *flow.labels[1:]), digest("token", flow.digest, chosen), True)
     order = _inverted(flows, index)
     if order is None:
         return None

@@ -24,8 +24,8 @@ _Rows = tuple[tuple[CacheGroup, tuple["ref[Row]", ...]], ...]
 class Ahead:
     """Knows the order in which caches are used, and has the next one fetched by a thread of its own."""
 
-    def __init__(self, fetch: Callable[[CacheGroup, Sequence[Row]], None]) -> None:
-        """fetch: brings the swapped blocks of rows of a group back, if that costs nobody anything."""
+    def __init__(self, fetch: Callable[[CacheGroup, Sequence[Row], Sequence[Row]], None]) -> None:
+        """fetch: brings the swapped blocks of rows of a group back, but not at the expense of others."""
         self._fetch = fetch
         self._executor = ThreadPoolExecutor(1, "paged_inductor_fetch")
         self._thread = threading.local()
@@ -45,22 +45,26 @@ class Ahead:
             previous.next = ref(lead)
         following = lead.next() if lead.next is not None else None
         if following is not None:
-            self._submit(following.used)
+            self._submit(following.used, lead.used)
 
     def fetch(self, views: Iterable[View]) -> None:
         """Have the swapped blocks of `views` brought back soon."""
-        self._submit(_rows(views))
+        self._submit(_rows(views), ())
 
-    def _submit(self, rows: _Rows) -> None:
-        if any((row := each()) is not None and row.away for _, members in rows for each in members):
+    def _submit(self, rows: _Rows, kept: _Rows) -> None:
+        if any(row.away for _, members in rows for row in _alive(members)):
             with suppress(RuntimeError):  # the interpreter is about to end
-                self._executor.submit(self._run, rows)
+                self._executor.submit(self._run, rows, kept)
 
-    def _run(self, rows: _Rows) -> None:
+    def _run(self, rows: _Rows, kept: _Rows) -> None:
+        stay = [row for _, members in kept for row in _alive(members)]
         for group, members in rows:
-            alive = [row for each in members if (row := each()) is not None]
-            if missing(alive):
-                self._fetch(group, alive)
+            if missing(_alive(members)):
+                self._fetch(group, _alive(members), stay)
+
+
+def _alive(members: Iterable[ref[Row]]) -> list[Row]:
+    return [row for each in members if (row := each()) is not None]
 
 
 def _rows(views: Iterable[View]) -> _Rows:

@@ -50,7 +50,9 @@ class Budget:
         self._swap = swap
         self.waiters = Waiters(groups, idle, counters)
         self._default: int | None = None
-        self._refused = ""  # what was said when an arena that the budget allows could not be made
+        self._refused: dict[
+            int, str
+        ] = {}  # what threads were told when arenas that the budget allows could not be made
 
     def allocating(
         self,
@@ -73,7 +75,7 @@ class Budget:
 
         waiters = self.waiters
         collected = False
-        self._refused = ""
+        self._refused.pop(threading.get_ident(), None)
 
         def wait() -> None:
             waiters.wait(tenant.priority, lambda: self._exceeded(group, wanted()))
@@ -105,14 +107,19 @@ class Budget:
             if not waiters.restartable:  # else it has its turn until its step begins
                 waiters.leave()
 
-    def fetch(self, group: CacheGroup, rows: Sequence[Row]) -> int:
-        """Bring the swapped blocks of `rows` back before they are used, at the expense of cached blocks and of colder
-        caches only; returns how many. Nothing is done while anybody waits for memory or for the arenas."""
+    def fetch(self, group: CacheGroup, rows: Sequence[Row], kept: Sequence[Row]) -> int:
+        """Bring the swapped blocks of `rows` back before they are used, at the expense of cached blocks and of caches
+        of no higher priority, but not of `kept`; returns how many. Nothing is done while anybody waits for memory or
+        for the arenas."""
         if len(self.waiters) or group.resizing or self._swap.coming(group, rows):
             return 0
         shortage = len(missing(rows)) - group.pool.num_free
         if shortage > 0 and self._evict(group, shortage) < shortage:
-            self._swap.out(group, len(missing(rows)) - group.pool.num_free, rows)
+            wanted = set(rows)
+            highest = max(
+                (h.tenant.priority for h in group.holdings.values() if not wanted.isdisjoint(h.rows)), default=0
+            )
+            self._swap.out(group, len(missing(rows)) - group.pool.num_free, [*rows, *kept], highest=highest)
         if self._swap.coming(group, rows):
             return 0
         try:
@@ -203,16 +210,17 @@ class Budget:
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._refused = str(error).strip().partition("\n")[0] or type(error).__name__
+                    told = str(error).strip().partition("\n")[0] or type(error).__name__
+                    self._refused[threading.get_ident()] = told
                 else:
-                    self._refused = ""
+                    self._refused.pop(threading.get_ident(), None)
                     self._counters.arena_growths += 1
                     return True
         return False
 
     def _squeeze_others(self, group: CacheGroup, shortage: int) -> bool:
         """Swap out other groups' cold blocks, and give their memory to this group."""
-        for other in self._groups:
+        for other in list(self._groups):  # others may make groups while blocks are swapped
             spare = self._spare(group)
             if other is group or other.active or other.resizing or other.pins:
                 continue
@@ -239,10 +247,14 @@ class Budget:
                 return
             moved |= self._swap.out(other, int(-(-excess // other.block_bytes)), rows, account) > 0
         if not moved and account.used + wanted * group.block_bytes > account.limit:
+            if self.waiters.others_transfer():  # what they move cannot be moved now
+                self.waiters.wait_for_others()
+                return
             raise quota_exceeded(self._groups, account, wanted * group.block_bytes)
 
     def _exceeded(self, group: CacheGroup, wanted: int) -> KVBudgetExceeded:
         spare = max(0, self._spare(group)) // group.block_bytes
         limit = self.limit(group.sites[0].device)
-        missing_blocks = wanted - group.pool.num_free - (0 if self._refused else spare)
-        return budget_exceeded(self._groups, limit, missing_blocks, group.block_bytes, self._refused)
+        refused = self._refused.get(threading.get_ident(), "")
+        missing_blocks = wanted - group.pool.num_free - (0 if refused else spare)
+        return budget_exceeded(self._groups, limit, missing_blocks, group.block_bytes, refused)

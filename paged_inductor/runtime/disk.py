@@ -27,11 +27,10 @@ __all__ = ["DiskTier"]
 
 class _DiskExtent(Extent):
     def __init__(self, tier: DiskTier, size: int, parts: Sequence[Part], count: int) -> None:
-        super().__init__(tier, size)
+        super().__init__(tier, size, parts)
         self._file = tempfile.TemporaryFile(  # noqa: SIM115 - open for as long as the extent lives
             dir=tier.folder, prefix="paged_inductor_", buffering=0
         )
-        self._parts = parts
         self._count = count
         self._offsets = [0]
         for part in parts:
@@ -60,20 +59,20 @@ class _DiskExtent(Extent):
 
     def read(self, places: Sequence[int]) -> Generator[Tensor, None, None]:
         count = len(places)
-        largest = max(part.size(count) for part in self._parts)
+        largest = max(part.size(count) for part in self.parts)
         coming: list[Future[None]] = []
         with self.tier.staging(largest) as buffers, ThreadPoolExecutor(1) as reader, _released(coming):  # type: ignore[attr-defined]
             coming.append(reader.submit(self._read, 0, places, buffers[0]))
-            for i, part in enumerate(self._parts):
+            for i, part in enumerate(self.parts):
                 coming.pop().result()
-                if i + 1 < len(self._parts):
+                if i + 1 < len(self.parts):
                     coming.append(reader.submit(self._read, i + 1, places, buffers[(i + 1) % len(buffers)]))
                 values = shaped(buffers[i % len(buffers)], part, count)
                 self._check(i, places, memory_of(values))
                 yield values
 
     def _read(self, site: int, places: Sequence[int], buffer: Tensor) -> None:
-        piece, offset = self._parts[site].size(1), self._offsets[site]
+        piece, offset = self.parts[site].size(1), self._offsets[site]
         data = memory_of(buffer)
         for i, stop in runs(places):
             rest, at = data[i * piece : stop * piece], offset + places[i] * piece
@@ -87,7 +86,7 @@ class _DiskExtent(Extent):
                 rest, at = rest[count:], at + count
 
     def _check(self, site: int, places: Sequence[int], data: memoryview) -> None:
-        piece, sums = self._parts[site].size(1), self._sums[site]
+        piece, sums = self.parts[site].size(1), self._sums[site]
         for i, place in enumerate(places):
             if zlib.crc32(data[i * piece : (i + 1) * piece]) != sums[place]:
                 raise SwapError(f"block {place} of a swap file was changed on disk: its checksum is wrong")

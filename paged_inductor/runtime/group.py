@@ -398,7 +398,9 @@ class CacheGroup:
         over; others' go on.
         """
         while self._graveyard:
-            self.holdings.pop(self._graveyard.popleft(), None)
+            serial = self._graveyard.popleft()
+            self.pins.pop(serial, None)
+            self.holdings.pop(serial, None)
         rows = self.live_rows()
         for row in rows:
             row.live = {}
@@ -421,6 +423,7 @@ class CacheGroup:
         for transfer in self.pool.transfers:
             if transfer.thread != threading.get_ident():
                 pool.transfers.add(transfer)
+                transfer.leaving.intersection_update([b for b in transfer.leaving if pool.refcount(b)])
                 for block in transfer.coming:
                     pool.account = self.pool.payer(block) or pool.account
                     pool.claim([block])

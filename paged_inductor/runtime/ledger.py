@@ -26,7 +26,7 @@ class Ledger:
     def __init__(self, nodes: Nodes | None = None) -> None:
         """nodes: of a host that has several memory nodes."""
         self._nodes = nodes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # knows its owner, which interruptions make uncertain otherwise; never nested
         self._idle = threading.Condition(self._lock)
         self._groups: dict[tuple[tuple[SiteSpec, ...], int], CacheGroup] = {}
         self.counters = Counters()
@@ -84,11 +84,14 @@ class Ledger:
         for group in self._groups.values():
             if group.has_dead:
                 group.drain()
+            if group.pool.dropped:
                 self.swap.forget_dropped(group)
 
     def _collect(self) -> None:
         """Release dead views' blocks now if nobody holds the books; else the holder does it on leaving."""
-        while any(group.has_dead for group in tuple(self._groups.values())) and self._lock.acquire(blocking=False):
+        while any(group.has_dead for group in tuple(self._groups.values())):
+            if self._lock._is_owned() or not self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
+                return
             try:
                 with self._reconciling():
                     self._drain()

@@ -3,7 +3,7 @@
 A step is a transaction. `append`/`create` make the *new* view that the step will fill; until the caller hands it
 out, dropping it is the rollback: its blocks return to the pool, and older views never noticed.
 
-Locking: one lock for the books, held for microseconds, or for as long as blocks are swapped. Kernels run outside it,
+Locking: one lock for the books, held for microseconds, and given up while blocks are swapped. Kernels run outside it,
 between `begin` and `end`, which keep arenas in place; growing or trimming a group's arenas waits until none of its
 steps runs.
 """
@@ -64,7 +64,7 @@ class Manager(Views):
                     group.holdings[view.serial].used = now
                 self.counters.steps += 1
                 self._budget.waiters.leave()
-                if self.counters.swaps_out:
+                if self.swap.used:
                     self._ahead.began(views)
         except BaseException:
             self._leave(entered)
@@ -81,10 +81,10 @@ class Manager(Views):
             pin = partial(self._pin, view, ())
             self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant)
 
-    def _fetch(self, group: CacheGroup, rows: Sequence[Row]) -> None:
-        """Bring swapped blocks of `rows` back before their step begins, if that costs nobody anything."""
+    def _fetch(self, group: CacheGroup, rows: Sequence[Row], kept: Sequence[Row]) -> None:
+        """Bring swapped blocks of `rows` back before their step begins, but not at the expense of `kept`."""
         with self.locked():
-            fetched = self._budget.fetch(group, rows)
+            fetched = self._budget.fetch(group, rows, kept)
             if fetched:
                 self.counters.swaps_ahead += fetched
                 wanted, now = set(rows), next(self._clock)

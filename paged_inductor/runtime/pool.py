@@ -55,7 +55,8 @@ class BlockPool:
     """Allocator of block ids `1 .. capacity-1` with reference counts.
 
     Whoever allocates a block pays for it, for as long as it has owners: `account` is charged `block_bytes`.
-    Every method is O(1) except `grow`, `shrink` (linear in the ids added or removed) and `check` (linear).
+    What a step calls for each block (`allocate`, `retain`, `release`, `share`) is O(1); what concerns all of them is
+    linear.
     Not thread-safe by itself: the caller holds the manager's lock.
     """
 

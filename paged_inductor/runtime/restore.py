@@ -35,17 +35,16 @@ def restore(
     Returns the blocks' ids, whose contents the caller writes, and the views, which keep them. Raises as
     `Manager.append`.
     """
-    pool = group.pool
 
     def attempt() -> list[int]:
         ids: list[int] = []
-        pool.account = runtime.tenants.current()
+        group.pool.account = runtime.tenants.current()
         try:
             for _ in range(num_blocks):
-                ids.append(pool.allocate())
+                ids.append(group.pool.allocate())
         except OutOfBlocks:
             for block in ids:
-                pool.release(block)
+                group.pool.release(block)
             raise
         return ids
 
@@ -54,7 +53,7 @@ def restore(
         rows = [Row([ids[i] for i in table], 0) for table in tables]
         for row in rows:
             for block in row.blocks:
-                pool.retain(block)
+                group.pool.retain(block)
         made = []
         for saved in views:
             seen = tuple(rows[i] for i in saved.rows)
@@ -66,5 +65,5 @@ def restore(
             group.pin(view)
             made.append(view)
         for block in ids:
-            pool.release(block)  # the rows own them
+            group.pool.release(block)  # the rows own them
     return ids, made

@@ -93,16 +93,15 @@ class Storage:
             ids = sorted(self._blocks.get(extent, ()), key=lambda block: self._pieces[block].place)
             if not ids or self._in_use(extent):
                 continue
-            with closing(extent.read([self._pieces[block].place for block in ids])) as contents:
-                values = list(contents)  # host memory: views of it
-            parts = [Part(tuple(value.shape[1:]), value.dtype, partial(_copy, value)) for value in values]
+            contents = extent.read([self._pieces[block].place for block in ids])
+            parts = [part._replace(fill=partial(_copy_next, contents)) for part in extent.parts]
             try:
                 moved = lower[0].make(parts, len(ids))
             except TierFull:
                 return
             self._blocks[moved] = set()
             try:
-                with moving(group, Transfer(extents=(extent, moved))):
+                with moving(group, Transfer(extents=(extent, moved))), closing(contents):
                     moved.fill(parts)
             except TierFull:
                 self.close(moved)
@@ -185,5 +184,5 @@ class Storage:
         return faults
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
+def _copy_next(contents: Iterator[Tensor], target: Tensor) -> None:
+    target.copy_(next(contents))

@@ -47,6 +47,7 @@ class SwapSpace:
         self._counters = counters
         self._idle = idle
         self.storage = Storage(groups, nodes)
+        self.used = False  # whether anything was ever swapped out
 
     @contextmanager
     def _registered(self, group: CacheGroup, transfer: Transfer) -> Iterator[None]:
@@ -66,15 +67,14 @@ class SwapSpace:
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
-        self._idle.release()
         try:
+            self._idle.release()
             yield
         finally:
             interruption: BaseException | None = None
-            locked = False
-            while not locked:  # whoever called must find the lock held, also after Ctrl-C
+            while not self._idle._is_owned():  # type: ignore[attr-defined]  # also after Ctrl-C callers must find it held
                 try:
-                    locked = self._idle.acquire()
+                    self._idle.acquire()
                 except BaseException as error:
                     interruption = error
             if interruption is not None:
@@ -82,14 +82,22 @@ class SwapSpace:
 
     # -- out -------------------------------------------------------------------------------------------------
 
-    def out(self, group: CacheGroup, wanted: int, kept: Iterable[Row], payer: Account | None = None) -> int:
+    def out(
+        self,
+        group: CacheGroup,
+        wanted: int,
+        kept: Iterable[Row],
+        payer: Account | None = None,
+        highest: float = float("inf"),
+    ) -> int:
         """Swap out at least `wanted` blocks of a group, coldest caches first; returns how many, 0 if none can be.
 
-        kept: rows that stay. payer: only blocks that this account pays for. Those of running steps stay.
+        kept: rows that stay. payer: only blocks that this account pays for. highest: caches of higher priorities stay,
+        as do those of running steps.
         """
         kept = list(kept)
         most: int | None = None
-        while blocks := self._coldest(group, wanted, kept, payer)[:most]:
+        while blocks := self._coldest(group, wanted, kept, payer, highest)[:most]:
             start = time.perf_counter()
             stored = self._store(group, blocks)
             if stored is None:
@@ -104,7 +112,10 @@ class SwapSpace:
                 return len(places)
         return 0
 
-    def _coldest(self, group: CacheGroup, wanted: int, kept: Iterable[Row], payer: Account | None) -> list[int]:
+    @staticmethod
+    def _coldest(
+        group: CacheGroup, wanted: int, kept: Iterable[Row], payer: Account | None, highest: float
+    ) -> list[int]:
         """Blocks in the order in which they should go: by priority, then by how long ago a step used them."""
         stay = group.pinned_blocks() | {block for row in kept for block in row.blocks}
         heat: dict[int, tuple[int, int]] = {}
@@ -114,7 +125,7 @@ class SwapSpace:
                 for block in row.blocks:
                     if block > 0 and block not in stay and value > heat.get(block, (-(2**62), 0)):
                         heat[block] = value
-        order = sorted(heat, key=heat.__getitem__)
+        order = sorted((block for block in heat if heat[block][0] <= highest), key=heat.__getitem__)
         if payer is not None:
             order = [block for block in order if group.pool.payer(block) is payer]
         stop = wanted
@@ -145,6 +156,7 @@ class SwapSpace:
 
     def _move(self, group: CacheGroup, places: Mapping[int, int], extent: Extent) -> None:
         """Let the rows see swapped blocks in the place of those that were stored."""
+        self.used = True
         renamed = {block: self.storage.new_id() for block in places}
         self.storage.add(extent, {renamed[block]: place for block, place in places.items()})
         group.rename(renamed)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .memory import is_out_of_memory
+
 __all__ = ["Extent", "HostTier", "Part", "Tier", "TierFull", "memory_of", "runs", "shaped"]
 
 
@@ -37,17 +39,21 @@ class Part(NamedTuple):
 
 
 class Extent(ABC):
-    """Room in a tier for the contents of some blocks, in the arenas' storage order."""
+    """Room in a tier for the contents of some blocks, in the arenas' storage order. parts: of each site; their `fill`
+    is not to be used."""
 
-    def __init__(self, tier: Tier, size: int) -> None:
+    def __init__(self, tier: Tier, size: int, parts: Sequence[Part]) -> None:
         self.tier = tier
         self.size = size
+        self.parts = parts
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Store the blocks' contents, one site after the other. Raises `TierFull`."""
         try:
             self._fill(parts)
-        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        except (OSError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not (is_out_of_memory(error) or "start new thread" in str(error)):
+                raise
             raise TierFull(str(error)) from error
 
     @abstractmethod
@@ -93,7 +99,7 @@ class Tier(ABC):
 
 class _HostExtent(Extent):
     def __init__(self, tier: HostTier, size: int, buffers: list[Tensor], parts: Sequence[Part], count: int) -> None:
-        super().__init__(tier, size)
+        super().__init__(tier, size, parts)
         self._buffers = buffers
         self._tensors = [shaped(buffer, part, count) for buffer, part in zip(buffers, parts)]
 
@@ -127,6 +133,7 @@ class HostTier(Tier):
         try:
             for part in parts:
                 buffers.append(self._buffer(part.size(count), pinned))
+            self._trim(size)
         except BaseException:
             self.take_back(buffers)
             raise
@@ -144,8 +151,12 @@ class HostTier(Tier):
     def take_back(self, buffers: Sequence[Tensor]) -> None:
         """Keep buffers for later, as far as the limit allows."""
         self._spare += buffers
+        self._trim(0)
+
+    def _trim(self, more: int) -> None:
+        """Give spare buffers up until `more` bytes fit beside what is left of them."""
         size = sum(buffer.nbytes for buffer in self._spare)
-        while self._spare and self.used + size > self.limit:
+        while self._spare and self.used + more + size > self.limit:
             size -= self._spare.pop(0).nbytes
 
 

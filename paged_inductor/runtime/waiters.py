@@ -99,6 +99,13 @@ class Waiters:
             self.leave()
             raise
 
+    def others_transfer(self) -> bool:
+        """Whether another thread copies blocks."""
+        return bool(self._transferring() - {threading.get_ident()})
+
+    def _transferring(self) -> set[int]:
+        return {transfer.thread for group in self._groups for transfer in group.pool.transfers}
+
     def wait_for_others(self) -> None:
         """Let other steps or transfers go on for a moment."""
         self._idle.wait(PATIENCE)
@@ -119,6 +126,5 @@ class Waiters:
         fresh = [pin for pin in pins if not pin.steps]
         own = any(pin.maker == me for pin in fresh)
         others = any(pin.maker != me and now - pin.since < BEGINNING for pin in fresh)
-        busy = [thread for pin in pins for thread in pin.steps]
-        busy += [transfer.thread for group in self._groups for transfer in group.pool.transfers]
-        return own, others or any(thread != me for thread in busy)
+        busy = {thread for pin in pins for thread in pin.steps} | self._transferring()
+        return own, others or bool(busy - {me})
