@@ -11,6 +11,8 @@ import torch
 from paged_inductor import SwapError, configure
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View
+from paged_inductor.runtime.ahead import _rows
+from paged_inductor.runtime.tenants import entered
 from paged_inductor.runtime.tiers import HostTier
 
 SITES = (SiteSpec(2, 8, torch.float32, torch.device("cpu")),)
@@ -90,6 +92,37 @@ def test_colder_caches_make_room_and_running_steps_do_not(runtime: Manager) -> N
             runtime.prefetch([a])
             use(runtime, c)
             assert away(a, b, c) == [True, False, False]
+
+
+def test_higher_priorities_and_the_running_conversation_stay(runtime: Manager) -> None:
+    group = group_of(runtime, 6)
+    a = cache(runtime, group, 1)
+    swap_out(runtime, group)
+    runtime.tenants.named("important").priority = 1
+    token = entered.set("important")
+    try:
+        b = cache(runtime, group, 2)
+    finally:
+        entered.reset(token)
+    c = cache(runtime, group, 3)
+    runtime.prefetch([a])
+    runtime._ahead._executor.submit(lambda: None).result()
+    assert away(a, b, c) == [False, False, True]
+    runtime._ahead._submit(_rows([c]), _rows([a]))  # a is used in turn with c, and b more important
+    runtime._ahead._executor.submit(lambda: None).result()
+    assert away(a, b, c) == [False, False, True]
+
+
+def test_the_order_is_known_after_a_reset(runtime: Manager) -> None:
+    group = group_of(runtime, 12)
+    a, b = cache(runtime, group, 1), cache(runtime, group, 2)
+    swap_out(runtime, group)
+    runtime.counters.clear()
+    for view in (a, b, a, b):
+        use(runtime, view)
+    swap_out(runtime, group)
+    use(runtime, a)
+    assert away(a, b) == [False, False]
 
 
 def test_what_was_fetched_is_not_the_coldest(runtime: Manager) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from paged_inductor import configure
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View
 from paged_inductor.runtime.swap import SwapSpace
+from paged_inductor.runtime.tenants import entered
+from paged_inductor.runtime.tiers import HostTier, Part
 
 SITES = (SiteSpec(2, 8, torch.float32, torch.device("cpu")),)
 
@@ -170,3 +173,90 @@ def test_what_no_tier_takes_is_looked_for_again(world: Callable[[int], World]) -
         assert here.out() == 0
     here.runtime.end([view])
     here.check()
+
+
+def test_a_group_that_is_made_meanwhile(world: Callable[[int], World]) -> None:
+    """While one group's blocks leave for another group's sake."""
+    here = world(100)
+    here.make(1)
+    here.make(2)
+    other = here.runtime.group((SiteSpec(4, 8, torch.float32, torch.device("cpu")),), 16)
+    third = (SiteSpec(1, 8, torch.float32, torch.device("cpu")),)
+    configure(kv_budget=9 * here.group.block_bytes)
+    with during(1, False, lambda: here.runtime.group(third, 16)) as count:
+        made = here.runtime.create(other, 1, 48, "large").view
+    assert count[0] >= 1
+    del made
+    here.check()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_quota_waits_for_what_is_on_its_way(world: Callable[[int], World], late: bool) -> None:
+    """The tenant's only cold cache leaves, for another thread's sake, when the tenant needs a block."""
+    here = world(100)
+    token = entered.set("small")
+    try:
+        here.make(1)
+        here.make(2)
+        here.runtime.tenants.named("small").limit = 6 * here.group.block_bytes
+        made: list[View] = []
+        failed: list[BaseException] = []
+
+        def need() -> None:
+            entered.set("small")
+            try:
+                made.append(here.runtime.append(here.caches[2], 1).view)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=need)
+
+        def begin() -> None:
+            thread.start()
+            thread.join(0.1)
+
+        with during(1, late, begin):
+            here.out(2)
+        thread.join(10)
+        assert made and not failed
+    finally:
+        entered.reset(token)
+    made.clear()
+    here.check()
+
+
+def test_books_that_are_rebuilt_keep_no_pins_of_the_dead(world: Callable[[int], World]) -> None:
+    here = world(100)
+    here.make(1)
+    with suppress(KeyboardInterrupt), here.runtime.locked():
+        view = here.runtime._derive(here.caches[1], here.caches[1].rows, (48,), 48)
+        here.group.pin(view)
+        del view  # it dies while the books are held, and the holder is interrupted
+        raise KeyboardInterrupt
+    assert here.group.pins == {}
+    here.check()
+
+
+def test_swapped_blocks_that_a_buffer_gives_up_are_forgotten(world: Callable[[int], World]) -> None:
+    """Without the death of any view."""
+    here = world(100)
+    view = here.runtime.create_static(here.group, 1, 64, "buffer")
+    here.runtime.extend(view, 48)
+    with here.runtime.using(view):
+        pass
+    with here.runtime.locked():
+        assert here.runtime.swap.out(here.group, 3, ()) == 3
+    here.runtime.truncate(view, 0)
+    here.runtime.check_integrity()
+    assert here.runtime.swap.storage.used() == {"host": 0, "disk": 0}
+
+
+def test_spare_buffers_and_extents_are_within_the_limit() -> None:
+    """Buffers that do not fit the next extent give way to it."""
+    tier = HostTier(100)
+    small = [tier.make([part], 1) for part in [Part((10,), torch.uint8, print)] * 8]
+    for extent in small:
+        extent.close()
+    assert sum(buffer.nbytes for buffer in tier._spare) == 80
+    tier.make([Part((90,), torch.uint8, print)], 1)
+    assert tier.used + sum(buffer.nbytes for buffer in tier._spare) <= 100
