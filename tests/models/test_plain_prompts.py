@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,8 @@ class Model(Decoder):
         super().__init__(Form())
         self.finish = finish
         self.calls = 0
+        self.totals = {"tokens": 0}
+        self.facts = [SimpleNamespace(tokens=0)]
 
     def forward(self, tokens: Tensor, past: Any = None, scale: float = 1.0) -> Any:
         cache = past if past is None else [past[f"layer {i}"] for i in range(2)] if isinstance(past, dict) else past
@@ -196,6 +199,16 @@ def counting(model: Model, logits: Tensor, cache: Any, past: Any) -> Any:
     return logits[:, -1], cache
 
 
+def counting_in_a_dict(model: Model, logits: Tensor, cache: Any, past: Any) -> Any:
+    model.totals["tokens"] += logits.shape[1]
+    return logits[:, -1], cache
+
+
+def counting_in_an_object(model: Model, logits: Tensor, cache: Any, past: Any) -> Any:
+    model.facts[0].tokens += logits.shape[1]
+    return logits[:, -1], cache
+
+
 def all_of_short_ones(model: Model, logits: Tensor, cache: Any, past: Any) -> Any:
     return (logits if logits.shape[1] > 64 else logits[:, -1:]), cache
 
@@ -211,7 +224,10 @@ def one_by_one(model: Model, logits: Tensor, cache: Any, past: Any) -> Any:
     return logits[:, -1], cache
 
 
-@pytest.mark.parametrize("finish", [everything, the_one_before, averaged, length, counting, tempered])
+@pytest.mark.parametrize(
+    "finish",
+    [everything, the_one_before, averaged, length, counting, counting_in_a_dict, counting_in_an_object, tempered],
+)
 def test_what_more_than_the_last_position_decides_is_computed(finish: Callable[..., Any], computed: list[int]) -> None:
     pair = Pair(finish, computed)
     prompts = [tokens(40), tokens(40), joined(tokens(32), tokens(20, 1)), joined(tokens(32), tokens(25, 2))]

@@ -188,6 +188,23 @@ def answer(model: Any, ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor,
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_outputs_of_every_position_are_whole() -> None:
+    """Asked for where no argument tells: in the model's configuration."""
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    options = {"use_cache": True, "logits_to_keep": 1}
+    with tenant("tenant"), torch.no_grad():
+        for _ in range(2):
+            pair.paged(tokens(43), **options)
+        assert hits() == 42
+        for model in (pair.paged, pair.dense):
+            model.config.output_hidden_states = True
+        for _ in range(2):
+            got, expected = (model(tokens(43), **options).hidden_states for model in (pair.paged, pair.dense))
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"use_cache": True}, {}, {"attention_mask": torch.ones(1, 43, dtype=torch.int64)}])
 def test_a_loop_whose_model_makes_the_cache_does_not_compute_what_is_cached(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -115,12 +115,14 @@ def test_what_stays_in_its_place_is_shared(parts: dict[str, Any]) -> None:
     assert reasons(Decoder(**parts), prompt()) == [""] * 2
 
 
-def experts(m: Decoder, x: Tensor, *, how: str = "") -> Tensor:
+def experts(m: Decoder, x: Tensor, *, how: str = "", shift: int = 0) -> Tensor:
     """Two of four experts for each token: sorted by expert, multiplied in groups, and put back."""
     weight = m.places.view(4, DIM, DIM)
     flat = x.reshape(-1, DIM)
     chosen_weights, chosen = torch.topk(F.linear(flat, m.places[:4]).softmax(-1), 2, dim=-1)
     chosen_weights /= chosen_weights.sum(-1, keepdim=True)
+    if shift:
+        chosen = (chosen + shift) % 4
     ids, order = torch.sort(chosen.reshape(-1))
     counts = torch.histc(ids.float(), bins=4, min=0, max=3)
     if how == "counts of others":
@@ -144,6 +146,24 @@ def experts(m: Decoder, x: Tensor, *, how: str = "") -> Tensor:
 def test_experts_are_shared(rows: int) -> None:
     pytest.importorskip("transformers.integrations.moe")
     assert reasons(Decoder(mix=lambda m, x, extra: experts(m, x)), prompt(rows), steps=2) == [""] * 3
+
+
+def test_which_expert_was_chosen_is_part_of_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factors, the weights and the graphs' forms are the same."""
+    pytest.importorskip("transformers.integrations.moe")
+    found = []
+    apply = ProveSharing.apply
+
+    def noted(self: Any, state: Any) -> Any:
+        result = apply(self, state)
+        found.append(state.sharing.digest)
+        return result
+
+    monkeypatch.setattr(ProveSharing, "apply", noted)
+    for shift in (0, 1, 2):
+        torch._dynamo.reset()
+        reasons(Decoder(mix=lambda m, x, extra, shift=shift: experts(m, x, shift=shift)), prompt(), steps=0)
+    assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize(
