@@ -51,7 +51,7 @@ format: $(VENV)/.dev ## what lint can repair by itself
 	$(BIN)/ruff format .
 
 fuzz: $(VENV)/.dev ## the property tests with many more examples, under the sanitizer (hours)
-	HYPOTHESIS_PROFILE=fuzz PAGED_INDUCTOR_SANITIZE=1 $(PYTEST) tests/runtime tests/tensor tests/ops tests/passes tests/kernels
+	HYPOTHESIS_PROFILE=fuzz PAGED_INDUCTOR_SANITIZE=1 $(PYTEST) tests/runtime tests/tensor tests/ops tests/passes tests/kernels tests/testing tests/models/test_smollm2.py
 
 kernels: $(VENV)/.dev ## every tuning candidate of every kernel, compiled ahead of time for several GPUs; docs/kernels.md
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q tests/kernels/test_kernel_aot.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..models.test_windows import MODELS
 from ..models.zoo import Decoder, Form
 from .faulty import Faulty, greedy, step
 
+SLOW = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "fuzz", reason="takes minutes: make fuzz")
 SMALL = {"max_batch": 2, "max_prompt": 4, "max_new_tokens": 2, "max_operations": 3}
 
 EVERYTHING = Loop(
@@ -48,12 +50,14 @@ def test_right_models_pass(form: Form) -> None:
     fuzz(decoder(form=form), step=step, padded=True, max_examples=4, sequence_dim=form.layout.index("S"))
 
 
+@SLOW
 def test_transformers_pass() -> None:
     model = MODELS["Llama"].build("sdpa")
     fuzz(model, max_examples=2, **SMALL)
     replay(model, EVERYTHING)
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:paged_inductor")
 def test_a_mistake_is_found_shrunk_and_reproduced_by_the_script(tmp_path: Path) -> None:
     model = decoder(Faulty)
