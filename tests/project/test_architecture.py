@@ -79,13 +79,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "persist": {"files", "identity", "runtime", "saved", "tensor", "_errors", "_layout"},
     "prefetch": {"runtime", "tensor", "_errors"},
     "tenancy": {"runtime", "_config", "_errors"},
-    "patch": {"backend", "compiling", "plain_reuse", "reuse", "_errors"},
+    "patch": {"backend", "compiling", "passes", "plain_reuse", "reports", "reuse", "_errors"},
     "monitor": {"runtime", "reports", "_config"},
     "metrics": {"monitor", "runtime", "_config", "_errors"},
     "leaks": {"runtime", "_config", "_errors"},
     "timeline": {"runtime", "_errors"},
     "plot": {"_errors", "passes"},
-    "explain": {"plot", "_errors", "backend", "compiling", "passes", "patch", "reports"},
+    "explain": {"plot", "_errors", "_layout", "backend", "compiling", "passes", "patch", "reports"},
 }
 PUBLIC = {
     "__init__",
