@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
+from ._callers import users_stacklevel
 from ._config import config, require_bool, require_kv_dtype
 from ._errors import ConfigurationError
 from ._layout import ArenaLayout
@@ -176,7 +177,7 @@ def _warn_not_replayed(label: str, why: str) -> None:
         f'paged_inductor: mode="reduce-overhead" does not replay a step of {label}, because {why}. It runs as without '
         "that mode. Steps that append a fixed number of tokens to growing caches are replayed, if their masks are made "
         "of the step's inputs.",
-        stacklevel=2,
+        stacklevel=users_stacklevel(),
     )
 
 
