@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ab = commands.add_parser(
         "ab",
         help="the same generation dense and paged, side by side (needs the extra 'hf')",
-        epilog='example: python -m paged_inductor ab --model ./SmolLM2-135M-Instruct --beams 4 --prompt "Why is the sky '
-        'blue? Answer in three sentences."',
+        epilog='example: python -m paged_inductor ab --model ./SmolLM2-135M-Instruct --beams 4 --prompt "Why is the '
+        'sky blue? Answer in three sentences."',
     )
-    ab.add_argument("--model", required=True, help="folder of a transformers model, or its name on the Hugging Face Hub")
+    ab.add_argument("--model", required=True, help="folder of a transformers model, or its name on the Hub")
     ab.add_argument("--gguf", help="name of the GGUF file in that folder, if the weights are in one")
     ab.add_argument("--prompt", required=True, action="append", help="may be given several times, for a batch")
     ab.add_argument("--tokens", type=int, default=32, help="new tokens to generate (default: %(default)s)")

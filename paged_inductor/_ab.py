@@ -59,7 +59,7 @@ def _meaning(dense: int, paged: int, sequences: int) -> str:
     if paged < dense:
         return f"pages hold {size(dense - paged)} less ({1 - paged / dense:.0%}): what sequences share is there once"
     if sequences == 1:
-        return "one sequence alone saves nothing, and has a partly filled block: try --beams 4, or --prompt several times"
+        return "one sequence alone saves nothing, and has a partly filled block: try --beams 4, or several --prompt"
     return "nothing is saved here: the sequences share no full block; longer prompts and --beams do"
 
 
@@ -84,8 +84,8 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     except (OSError, ValueError, ImportError) as error:
         why = " ".join(str(error).split())
         raise ConfigurationError(
-            f"--model {options.model} cannot be loaded: give the folder of a causal language model of transformers, with "
-            f"its config.json, weights and tokenizer, and --gguf FILE if the weights are in GGUF ({why})"
+            f"--model {options.model} cannot be loaded: give the folder of a causal language model of transformers, "
+            f"with its config.json, weights and tokenizer, and --gguf FILE if the weights are in GGUF ({why})"
         ) from error
 
 

@@ -39,7 +39,7 @@ class Config:
         the first cache is made (of the device the cache lives on).
     block_size: tokens in a block of the caches that are made by graphs compiled from now on; a power of two from 8 to
         256.
-    on_materialize: what to do when an operator, such as `.mean()`, has to copy pages into a dense tensor: "warn" once per
+    on_materialize: what to do when an operator, as `.mean()`, has to copy pages into a dense tensor: "warn" once per
         operator, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time. Values that
         a user asks for (`print`, `.tolist()`, `.numpy()`, `.dense()`, `torch.save`) are counted only, always.
     swap_host: bytes of host memory that the tokens of caches may take that are not in use when the budget is short.

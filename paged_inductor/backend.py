@@ -107,7 +107,9 @@ def paged_inductor(
     unstacked = unstack(gm, stacks)
     if unstacked is not None:
         program = StackedProgram(unstacked)
-        program.run = paged_inductor(unstacked.gm, program.flat(example_inputs), options=options, mode=mode, owner=owner)
+        program.run = paged_inductor(
+            unstacked.gm, program.flat(example_inputs), options=options, mode=mode, owner=owner
+        )
         return program
     if stacks:
         return _unpaged(gm, example_inputs, settings, "not paged: a stack of caches is written to in place")

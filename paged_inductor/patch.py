@@ -11,9 +11,9 @@ from torch import nn
 
 from . import reports
 from ._errors import PatchError
-from .passes import GraphReport
 from .backend import BackendOptions
 from .compiling import compile_paged
+from .passes import GraphReport
 from .plain_reuse import PlainReuse
 from .reuse import Reuse
 

@@ -82,7 +82,7 @@ def test_models_of_one_class_and_past_settings_are_kept_apart() -> None:
     generate(rounded, prompt, 3)
     found = paged_inductor.explain(rounded)
     assert {site.rounded for site in found.sites} == {"float8_e4m3fn"}
-    assert "tokens are rounded: kv_dtype=\"fp8_e4m3\"" in str(found)
+    assert 'tokens are rounded: kv_dtype="fp8_e4m3"' in str(found)
     assert len(paged_inductor.explain(plain).graphs) == 3
 
 
