@@ -17,14 +17,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paged_inductor", description="Virtual memory for KV caches.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("doctor", help="what is installed, and whether a small paged loop compiles and is right")
-    ab = commands.add_parser("ab", help="the same generation dense and paged, side by side (needs the extra 'hf')")
-    ab.add_argument("--model", required=True, help="folder of a transformers model")
+    ab = commands.add_parser(
+        "ab",
+        help="the same generation dense and paged, side by side (needs the extra 'hf')",
+        epilog='example: python -m paged_inductor ab --model ./SmolLM2-135M-Instruct --beams 4 --prompt "Why is the '
+        'sky blue? Answer in three sentences."',
+    )
+    ab.add_argument("--model", required=True, help="folder of a transformers model, or its name on the Hub")
     ab.add_argument("--gguf", help="name of the GGUF file in that folder, if the weights are in one")
     ab.add_argument("--prompt", required=True, action="append", help="may be given several times, for a batch")
     ab.add_argument("--tokens", type=int, default=32, help="new tokens to generate (default: %(default)s)")
     ab.add_argument("--beams", type=int, default=1, help="beams to search with (default: %(default)s)")
-    ab.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    ab.add_argument("--inner", default="eager", choices=("inductor", "aot_eager", "eager"))
+    ab.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: %(default)s)",
+    )
+    ab.add_argument(
+        "--inner",
+        default="eager",
+        choices=("inductor", "aot_eager", "eager"),
+        help="what compiles the paged model; the dense one is not compiled (default: %(default)s, which starts soonest "
+        "and leaves the model itself uncompiled, too; page() has inductor)",
+    )
     watch = commands.add_parser("top", help="the books of a running process, live (needs the extra 'top')")
     watch.add_argument("--url", help="where it serves its metrics (default: this machine, port 9464)")
     watch.add_argument("--interval", type=float, default=1.0, help="seconds between frames (default: %(default)s)")

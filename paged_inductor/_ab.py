@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import textwrap
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import explain, page, stats
+from . import ConfigurationError, explain, page, stats
+from ._amounts import size
 from .compare import Generation, first_difference, generate, percentile
 
 __all__ = ["ab"]
 
 
 def ab(options: argparse.Namespace) -> int:
-    """Run the comparison. Returns 0 if the tokens are equal, 1 if not, 2 if the extra is not installed."""
+    """Run the comparison. Returns 0 if the tokens are equal, 1 if not, 2 if the model cannot be loaded."""
     try:
         model, tokenizer = _load(options)
-    except ImportError as error:
-        print(f"{error}\nthis command needs the extra: pip install 'paged-inductor[hf]'")
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
         return 2
     texts = [_chat(tokenizer, prompt) for prompt in options.prompt]
     encoded = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1)
@@ -47,12 +50,46 @@ def ab(options: argparse.Namespace) -> int:
     print(str(explain(model)).splitlines()[-1])
     where = first_difference(dense.tokens, paged.tokens)
     print("tokens: equal" if where is None else f"tokens: DIFFERENT from row {where[0]}, position {where[1]} on")
+    print(_meaning(dense.kv_bytes, paged.kv_bytes, len(texts) * options.beams))
     return 0 if where is None else 1
 
 
+def _meaning(dense: int, paged: int, sequences: int) -> str:
+    """What the bytes held say, in a line."""
+    if paged < dense:
+        return f"pages hold {size(dense - paged)} less ({1 - paged / dense:.0%}): what sequences share is there once"
+    if sequences == 1:
+        return "one sequence alone saves nothing, and has a partly filled block: try --beams 4, or several --prompt"
+    return "nothing is saved here: the sequences share no full block; longer prompts and --beams do"
+
+
 def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    if os.path.isdir(options.model):
+    """The model and its tokenizer. Raises `ConfigurationError` if there is none, or it cannot be loaded."""
+    folder = Path(options.model)
+    if not folder.is_dir() and (folder.is_absolute() or options.model.startswith((".", "~"))):
+        raise ConfigurationError(f"--model {options.model}: there is no such folder")
+    if folder.is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all files are there: nothing to ask a server for
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        if options.gguf and options.gguf not in files:
+            raise ConfigurationError(
+                f"--gguf {options.gguf}: {folder} has no such file; its GGUF files are: {', '.join(files) or 'none'}"
+            )
+        if files and not options.gguf and not (folder / "config.json").exists():
+            raise ConfigurationError(f"the weights in {folder} are in GGUF: add --gguf {files[0]}")
+    try:
+        return _load_with_transformers(options)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"{error}: this command needs pip install 'paged-inductor[hf]'") from error
+    except (OSError, ValueError, ImportError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"--model {options.model} cannot be loaded: give the folder of a causal language model of transformers, "
+            f"with its config.json, weights and tokenizer, and --gguf FILE if the weights are in GGUF ({why})"
+        ) from error
+
+
+def _load_with_transformers(options: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"gguf_file": options.gguf} if options.gguf else {}

@@ -39,8 +39,9 @@ class Config:
         the first cache is made (of the device the cache lives on).
     block_size: tokens in a block of the caches that are made by graphs compiled from now on; a power of two from 8 to
         256.
-    on_materialize: what to do when an operation has to copy pages into a dense tensor: "warn" once per
-        operation, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time.
+    on_materialize: what to do when an operator, as `.mean()`, has to copy pages into a dense tensor: "warn" once per
+        operator, "error" (raise `MaterializationError`), or "silent". It is counted in `stats()` each time. Values that
+        a user asks for (`print`, `.tolist()`, `.numpy()`, `.dense()`, `torch.save`) are counted only, always.
     swap_host: bytes of host memory that the tokens of caches may take that are not in use when the budget is short.
         None: half of the free memory for caches on other devices than the CPU, 0 for caches on the CPU.
     swap_disk: bytes of disk for the same, when host memory is used up; 0 by default: tokens stay in memory.

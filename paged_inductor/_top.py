@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from ._amounts import duration, size
 from ._config import config
 from ._errors import PagedInductorError, missing_extra
 from .metrics import DEFAULT_PORT, PREFIX
@@ -83,6 +84,8 @@ def read(url: str) -> Samples:
 def top(options: argparse.Namespace) -> int:
     """Show frames until interrupted, or one of them; returns the exit status."""
     url = options.url or default_url()
+    if "://" not in url:  # as people write addresses, "127.0.0.1:9464"
+        url = f"http://{url}"
     try:
         try:
             from rich.console import Console
@@ -206,17 +209,3 @@ def _total(now: Samples, before: Samples | None, name: str, **labels: str) -> st
         return f"{total:,.0f}"
     rate = (total - before.count(name, **labels)) / max(1e-9, now.at - before.at)
     return f"{total:,.0f} ({max(0.0, rate):,.1f}/s)"
-
-
-def size(count: float) -> str:
-    """Bytes, for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """A time, for people."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
+from ._callers import users_stacklevel
 from ._config import config, require_bool, require_kv_dtype
 from ._errors import ConfigurationError
 from ._layout import ArenaLayout
@@ -42,7 +43,7 @@ class BackendOptions:
     mode: as of torch.compile. With "reduce-overhead" (and "max-autotune") steps that grow a cache on a GPU by a fixed
         number of tokens are recorded as CUDA graphs and replayed; others run as without it.
     inductor: options for Inductor, as `torch.compile(options=...)` takes them.
-    label: what `KVBudgetExceeded` and `explain()` call this program.
+    label: what errors and `stats()` call this program.
     kv_dtype: what keys and values are rounded to in pages, "fp8_e4m3" or "int8", or None for not at all. By default as
         `configure(kv_dtype=...)` says.
     verify: run every step dense, too, and raise `VerificationError` at the first layer that differs. For finding
@@ -53,7 +54,8 @@ class BackendOptions:
 
     NAMES = ("inner", "mode", "inductor", "label", "kv_dtype", "verify", "verify_tolerance")
 
-    def __init__(self, options: Mapping[str, Any] | None, mode: str | None) -> None:
+    def __init__(self, options: Mapping[str, Any] | None, mode: str | None, owner: Hashable = None) -> None:
+        """owner: whose graphs are compiled, for `reports`; by default whatever has this label."""
         options = dict(options or {})
         unknown = sorted(set(options) - set(self.NAMES))
         if unknown:
@@ -70,6 +72,7 @@ class BackendOptions:
         self.inductor: dict[str, Any] = {**modes[mode], **(options.get("inductor") or {})}
         self.replay = bool(self.inductor.get("triton.cudagraphs", False))
         self.label: str = str(options.get("label", "model"))
+        self.owner: Hashable = self.label if owner is None else owner
         self.kv_dtype = require_kv_dtype(options["kv_dtype"]) if "kv_dtype" in options else config().kv_dtype
         self.verify: bool = require_bool("verify", options.get("verify", False))
         self.verify_tolerance: float | None = options.get("verify_tolerance")
@@ -92,18 +95,21 @@ def paged_inductor(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    owner: Hashable = None,
 ) -> Callable[..., Any]:
-    """Compile a graph that Dynamo captured, with its KV caches on pages. See `BackendOptions` for `options`.
+    """Compile a graph that Dynamo captured, with its KV caches on pages. See `BackendOptions` for the rest.
 
     Graphs without caches, and graphs that need gradients, are handed to the inner compiler as they are.
     """
-    settings = BackendOptions(options, mode)
+    settings = BackendOptions(options, mode, owner)
     serve_as_configured()
     stacks = {n.name: x.lead for n, x in _given(gm, example_inputs, PagedStack)}
     unstacked = unstack(gm, stacks)
     if unstacked is not None:
         program = StackedProgram(unstacked)
-        program.run = paged_inductor(unstacked.gm, program.flat(example_inputs), options=options, mode=mode)
+        program.run = paged_inductor(
+            unstacked.gm, program.flat(example_inputs), options=options, mode=mode, owner=owner
+        )
         return program
     if stacks:
         return _unpaged(gm, example_inputs, settings, "not paged: a stack of caches is written to in place")
@@ -140,15 +146,15 @@ def paged_inductor(
     left = [node for node in placeholders if node.name in handles and node.name not in understood]
     writer = written(gm.graph, left)
     if writer is not None:  # eager operations on handles write into the pages
-        publish(settings.label, GraphReport((), note=f"{writer.name} writes to a paged cache in place: run eagerly"))
+        publish(settings.owner, GraphReport((), note=f"{writer.name} writes to a paged cache in place: run eagerly"))
         return gm.forward
     if state.adoptions:
-        publish(settings.label, report)
+        publish(settings.owner, report)
         dense = partial(_unpaged, gm, example_inputs, settings, report=report)
         return AdoptingProgram(gm, state.adoptions, spec, block_size, settings.label, dense)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
-    publish(settings.label, report)
+    publish(settings.owner, report)
 
     if state.not_held:
         _warn_not_replayed(settings.label, state.not_held)
@@ -161,7 +167,7 @@ def paged_inductor(
         )
 
     if settings.verify:
-        number = len(published(settings.label))
+        number = len(published(settings.owner))
         return VerifiedProgram(
             gm, state, example_inputs, plans, compiler, settings.label, triangles, number, settings.verify_tolerance
         )
@@ -173,7 +179,7 @@ def _warn_not_replayed(label: str, why: str) -> None:
         f'paged_inductor: mode="reduce-overhead" does not replay a step of {label}, because {why}. It runs as without '
         "that mode. Steps that append a fixed number of tokens to growing caches are replayed, if their masks are made "
         "of the step's inputs.",
-        stacklevel=2,
+        stacklevel=users_stacklevel(),
     )
 
 
@@ -208,7 +214,7 @@ def _unpaged(
 ) -> Callable[..., Any]:
     """The graph as the inner compiler would have compiled it; paged inputs, if any, become dense at each call. A graph
     that writes to them in place runs eagerly: only then do the writes reach the pages."""
-    publish(settings.label, replace(report or GraphReport(()), note=note))
+    publish(settings.owner, replace(report or GraphReport(()), note=note))
     handles = [node for node, _ in _given(gm, example_inputs, Handle)]
     if written(gm.graph, handles) is not None:
         return gm.forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, globals(), code.co_name, None, call.__closure__)
 
 
-def compile_paged(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """`torch.compile(function)` with this backend and `options`."""
-    backend = functools.partial(paged_inductor, options=dict(options))
+def compile_paged(
+    function: Callable[..., Any], options: Mapping[str, Any], owner: Hashable = None
+) -> Callable[..., Any]:
+    """`torch.compile(function)` with this backend and `options`. owner: for whom the graphs are reported."""
+    backend = functools.partial(paged_inductor, options=dict(options), owner=owner)
     backend.pages_kv = True  # type: ignore[attr-defined]
     entry = _entry(function)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:

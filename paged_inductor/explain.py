@@ -13,6 +13,7 @@ from torch import nn
 
 from . import reports
 from ._errors import PatchError
+from ._layout import KV_DTYPES
 from .compiling import compile_paged
 from .passes import GraphReport, SiteReport
 from .patch import PagedForward, is_paged
@@ -72,8 +73,9 @@ class Explanation:
         ]
         rounded = {site.rounded for site in self.sites if site.rounded}
         lines += [
-            f"tokens are rounded to {name} (kv_dtype): attention is not that of a dense cache to the bit"
-            for name in sorted(rounded)
+            f'tokens are rounded: kv_dtype="{name}". Attention is not that of a dense cache to the bit'
+            for name, dtype in KV_DTYPES.items()
+            if str(dtype).removeprefix("torch.") in rounded
         ]
         lines += [f"to page more: {text}" for text in sorted(advice)]
         lines.append(f"{paged} of {len(self.sites)} sites paged in {len(self.graphs)} graph(s)")
@@ -99,10 +101,10 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
 
     With arguments, the model is called once with them, without gradients, through a fresh compilation of its own
     (graphs run eagerly, so it is quick); caches among the arguments are used as any call would use them. Without
-    arguments, `model` must be paged: all its graphs compiled so far are explained.
+    arguments, `model` must be paged: all its graphs compiled since `page` are explained, and no other model's.
     """
     if not args and not kwargs and isinstance(model, nn.Module) and is_paged(model):
-        return Explanation(tuple(reports.published(model.forward.options["label"])))  # type: ignore[attr-defined]
+        return Explanation(tuple(model.forward.reports))  # type: ignore[attr-defined]
     if not args and not kwargs:
         raise PatchError(
             f"explain() got {type(model).__name__} without arguments, and it is not paged: pass the arguments of a "

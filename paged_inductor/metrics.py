@@ -155,6 +155,9 @@ class MetricsServer:
         self.url = f"http://{addr}:{self.port}/metrics"
         self._once = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<MetricsServer at {self.url}{', closed' if self._once.locked() else ''}>"
+
     def close(self) -> None:
         """Stop answering; a second call does nothing."""
         if self._once.acquire(blocking=False):

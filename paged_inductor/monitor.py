@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import reports
+from ._amounts import size
 from ._config import reset_config
 from .runtime import Manager, manager
 from .runtime.census import Holdings, census, held_by, parts_of, sequences
@@ -109,6 +110,19 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, for logs."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        """The figures that matter most, in a few lines; `repr` has all."""
+        budget = "" if self.bytes_budget is None else f" of a budget of {size(self.bytes_budget)}"
+        return (
+            f"blocks  {self.blocks_used:,} used ({self.shared_blocks:,} shared), {self.cached_blocks:,} cached, "
+            f"{self.blocks_free:,} free, {self.swapped_blocks:,} swapped\n"
+            f"memory  {size(self.bytes_used)} used{budget}, {size(self.bytes_reserved)} reserved, "
+            f"{size(self.bytes_wasted)} wasted\n"
+            f"now     {self.tokens:,} tokens of {self.sequences:,} sequences, {self.running_steps:,} running steps\n"
+            f"so far  {self.steps:,} steps ({self.dense_fallbacks:,} on dense copies), {self.copies_on_write:,} copies "
+            f"on write, {sum(self.materializations.values()):,} dense copies, {self.swaps_out:,} blocks swapped out"
+        )
 
 
 _TOTALS = (

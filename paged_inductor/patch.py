@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import reports
 from ._errors import PatchError
 from .backend import BackendOptions
 from .compiling import compile_paged
+from .passes import GraphReport
 from .plain_reuse import PlainReuse
 from .reuse import Reuse
 
@@ -28,6 +30,7 @@ class PagedForward:
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self._module = module
         self._options = options
+        self._owner = object()
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(module.forward)
         self._call: Any = None
@@ -40,12 +43,21 @@ class PagedForward:
         """A copy of what `page` was given."""
         return dict(self._options)
 
+    @property
+    def reports(self) -> list[GraphReport]:
+        """Of the graphs that were compiled for this module since it was paged."""
+        return reports.published(self._owner)
+
+    def forget_reports(self) -> None:
+        """Drop `reports`."""
+        reports.forget(self._owner)
+
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call
         if call is None:
             forward = type(self._module).forward.__get__(self._module)
-            call = self._call = compile_paged(forward, self._options)
+            call = self._call = compile_paged(forward, self._options, self._owner)
         if self._options.get("verify"):  # a cached prompt has no dense side
             return call(*args, **kwargs)
         return self._reuse.call(call, args, kwargs)
@@ -97,11 +109,12 @@ def page(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def unpage(model: nn.Module) -> nn.Module:
-    """Undo `page`. Returns the same model; caches made meanwhile stay valid.
+    """Undo `page`. Returns the same model; caches made meanwhile stay valid, what `explain` knew is dropped.
 
     Raises `PatchError` if the model is not paged.
     """
     if not isinstance(model, nn.Module) or not is_paged(model):
         raise PatchError(f"this {type(model).__name__} is not paged: unpage() takes a model that page() returned")
+    model.forward.forget_reports()  # type: ignore[attr-defined]
     del model.forward
     return model

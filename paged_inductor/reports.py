@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from .passes import GraphReport
@@ -12,28 +12,30 @@ from .passes import GraphReport
 __all__ = ["collect", "forget", "publish", "published"]
 
 _lock = threading.Lock()
-_recent: deque[tuple[str, GraphReport]] = deque(maxlen=1000)
+_recent: deque[tuple[Hashable, GraphReport]] = deque(maxlen=1000)
 _collectors: list[list[GraphReport]] = []
 
 
-def publish(label: str, report: GraphReport) -> None:
-    """Record the report of a graph that was just compiled for the program called `label`."""
+def publish(owner: Hashable, report: GraphReport) -> None:
+    """Record the report of a graph that was just compiled for `owner`: what one call of `page` made, or a label."""
     with _lock:
-        _recent.append((label, report))
+        _recent.append((owner, report))
         for collector in _collectors:
             collector.append(report)
 
 
-def published(label: str) -> list[GraphReport]:
-    """The reports of the graphs compiled so far for `label` (of the last thousand graphs of the process)."""
+def published(owner: Hashable) -> list[GraphReport]:
+    """The reports of the graphs compiled so far for `owner` (of the last thousand graphs of the process)."""
     with _lock:
-        return [report for name, report in _recent if name == label]
+        return [report for other, report in _recent if other == owner]
 
 
-def forget() -> None:
-    """Drop the reports kept for `published`."""
+def forget(owner: Hashable = None) -> None:
+    """Drop the reports kept for `published`: those of `owner`, or all."""
     with _lock:
+        kept = [] if owner is None else [entry for entry in _recent if entry[0] != owner]
         _recent.clear()
+        _recent.extend(kept)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ._amounts import size
 from ._errors import ConfigurationError, missing_extra
 from .runtime import manager
 from .runtime.census import sequences
@@ -53,6 +54,14 @@ class Timeline:
         self._began = time.perf_counter()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        if not self.samples:
+            return "<Timeline without samples>"
+        most = size(max(sample.bytes_used for sample in self.samples))
+        count = max(sample.sequences for sample in self.samples)
+        seconds = self.samples[-1].seconds
+        return f"<Timeline of {len(self.samples)} samples in {seconds:.1f} s: up to {most}, {count} sequences>"
 
     def __enter__(self) -> Timeline:
         self.samples.clear()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .._amounts import size
 from .._errors import KVBudgetExceeded, QuotaExceeded
 from .group import CacheGroup
 from .pool import Account
 
 __all__ = ["budget_exceeded", "quota_exceeded"]
-
-_DROP = "drop some of them, shorten the batch, "
 
 
 def budget_exceeded(
@@ -19,12 +18,12 @@ def budget_exceeded(
     """The error for `missing` blocks that the budget of `limit` bytes does not allow, or for which the device gives no
     memory: `refused` says how."""
     holders = _holders(groups)
-    what = f"the device gives no memory within the KV budget of {_mib(limit)} ({refused})"
+    what = f"the device gives no memory within the KV budget of {size(limit)} ({refused})"
     if not refused:
-        what = f"the KV budget of {_mib(limit)} is exhausted"
+        what = f"the KV budget of {size(limit)} is exhausted"
     return KVBudgetExceeded(
-        f"{what}: this step needs {missing} more block(s) of "
-        f"{block_bytes / 2**10:.1f} KiB. Held now by {_listing(holders)}. Existing caches are intact: {_DROP}"
+        f"{what}: this step needs {missing} more block(s) of {size(block_bytes)}. "
+        f"{_held('Held now by', holders, 'Existing caches are intact')} the batch, "
         'raise the limit with paged_inductor.configure(kv_budget="…GiB"), or let caches that are not in use be swapped '
         'out with configure(swap_disk="…GiB") or configure(swap_host="…GiB")',
         holders,
@@ -35,10 +34,11 @@ def quota_exceeded(groups: Iterable[CacheGroup], account: Account, more: int) ->
     """The error for `more` bytes that an account's limit does not allow."""
     name = getattr(account, "name", "?")
     holders = _holders(groups, account)
+    intact = "Its caches are intact, and no other tenant's were touched"
     return QuotaExceeded(
-        f"tenant {name!r} holds {_mib(account.used)} of its quota of {_mib(account.limit)}, this step needs "
-        f"{_mib(more)} more. Held by {_listing(holders)}. Its caches are intact, and no other tenant's were touched: "
-        f"{_DROP}"
+        f"tenant {name!r} holds {size(account.used)} of its quota of {size(account.limit)}, this step needs "
+        f"{size(more)} more. "
+        f"{_held('Held by', holders, intact)} the batch, "
         f'or raise the quota with paged_inductor.tenant({name!r}, quota="…GiB")',
         holders,
     )
@@ -57,9 +57,9 @@ def _holders(groups: Iterable[CacheGroup], account: Account | None = None) -> li
     return sorted(held.items(), key=lambda item: -item[1])
 
 
-def _listing(holders: list[tuple[str, int]]) -> str:
-    return ", ".join(f"{label}: {_mib(size)}" for label, size in holders) or "nobody"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB"
+def _held(by: str, holders: list[tuple[str, int]], intact: str) -> str:
+    """Who holds memory, if anybody does, and the first of the next steps."""
+    if not holders:
+        return "Shorten"
+    listing = ", ".join(f"{label}: {size(held)}" for label, held in holders)
+    return f"{by} {listing}. {intact}: drop some of them, shorten"

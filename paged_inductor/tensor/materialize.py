@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .. import ops
+from .._callers import users_stacklevel
 from .._config import config
 from .._errors import MaterializationError
 from ..runtime import View, manager
@@ -74,7 +75,7 @@ def dense_copy(handle: PagedTensor, name: str) -> Tensor:
         warnings.warn(
             f"paged_inductor: {name} copied a cache of shape {list(handle.shape)} into a dense tensor. This is correct "
             "but costs memory and time; it is said once per operation and counted in stats().materializations.",
-            stacklevel=4,
+            stacklevel=users_stacklevel(),
         )
     return copy_out(handle._view, handle._form)
 

@@ -109,12 +109,14 @@ def test_every_figure_is_exported() -> None:
 def test_served_and_closed(held: object) -> None:
     with serve_metrics(port=0) as server:
         assert server.url == f"http://127.0.0.1:{server.port}/metrics"
+        assert repr(server) == f"<MetricsServer at {server.url}>"
         check(read(scrape(server.url)), paged_inductor.stats())
         with pytest.raises(ConfigurationError, match=f"cannot be served at 127.0.0.1:{server.port} .*port=0"):
             serve_metrics(port=server.port)
     with pytest.raises(urllib.error.URLError, match="refused"):
         scrape(server.url)
     server.close()
+    assert repr(server).endswith("/metrics, closed>")
 
 
 def test_the_first_graph_serves_them_if_asked(held: object) -> None:

@@ -47,6 +47,9 @@ def test_blocks_bytes_and_waste(runtime: Manager) -> None:
     other = runtime.append(view, 1).view  # and here copied for the first row
     now = paged_inductor.stats()
     assert (now.copies_on_write, now.shared_blocks, now.sequences, now.blocks_used) == (1, 1, 3, 5)
+    lines = str(now).splitlines()
+    assert lines[0].startswith("blocks  5 used (1 shared), 0 cached, ") and lines[1].startswith("memory  ")
+    assert lines[2].endswith(" tokens of 3 sequences, 0 running steps") and "1 copies on write" in lines[3]
     del view, fork, longer, other
     assert paged_inductor.stats().blocks_used == 0
 

@@ -110,10 +110,13 @@ def test_samples_say_what_stats_say(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_samples_by_itself_and_stops() -> None:
-    with timeline(interval=0.001) as record:
+    record = timeline(interval=0.001)
+    assert repr(record) == "<Timeline without samples>"
+    with record:
         while len(record.samples) < 5:
             threading.Event().wait(0.001)
     count = len(record.samples)
+    assert repr(record).startswith(f"<Timeline of {count} samples in 0.")
     threading.Event().wait(0.02)
     assert len(record.samples) == count
     assert not any(thread.name == "paged_inductor.timeline" for thread in threading.enumerate())

@@ -118,7 +118,7 @@ def other() -> Iterator[str]:
 
 
 def test_another_process_is_shown_once(other: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once", "--url", other]) == 0
+    assert main(["top", "--once", "--url", other.removeprefix("http://")]) == 0
     text = capsys.readouterr().out
     assert "3 tokens of 1 sequences" in text
     assert line(text, "elsewhere").startswith("elsewhere default 3 ")

@@ -66,6 +66,26 @@ def test_a_graph_that_is_left_alone_has_advice() -> None:
     assert "gradients" in graph.note and "torch.no_grad()" in graph.advice
 
 
+def test_models_of_one_class_and_past_settings_are_kept_apart() -> None:
+    torch.manual_seed(0)
+    prompt = torch.randint(0, 61, (1, 7))
+    plain, rounded = Decoder(Form()), Decoder(Form(), head_dim=64)
+    paged_inductor.page(plain, inner="eager")
+    paged_inductor.page(rounded, inner="eager", kv_dtype="int8")
+    generate(plain, prompt, 3)
+    assert str(paged_inductor.explain(rounded)).startswith("no graph was compiled")
+    generate(rounded, prompt, 3)
+    assert {site.rounded for site in paged_inductor.explain(plain).sites} == {""}
+    assert {site.rounded for site in paged_inductor.explain(rounded).sites} == {"int8"}
+    paged_inductor.page(paged_inductor.unpage(rounded), inner="eager", kv_dtype="fp8_e4m3")
+    assert paged_inductor.explain(rounded).graphs == ()
+    generate(rounded, prompt, 3)
+    found = paged_inductor.explain(rounded)
+    assert {site.rounded for site in found.sites} == {"float8_e4m3fn"}
+    assert 'tokens are rounded: kv_dtype="fp8_e4m3"' in str(found)
+    assert len(paged_inductor.explain(plain).graphs) == 3
+
+
 def test_every_kind_of_reason_is_in_the_table() -> None:
     """What the passes give as reasons, read from their sources."""
     reasons = []

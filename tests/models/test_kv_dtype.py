@@ -107,7 +107,7 @@ def test_memory(dtype: torch.dtype) -> None:
         assert paged_inductor.stats().bytes_used == group.pool.num_used * group.block_size * group.token_bytes
         reports = explain(model)
         assert {site.bytes_per_token for site in reports.sites} == {2 * form.heads_kv * per_value}
-        assert ("rounded to" in str(reports)) == (name is not None)
+        assert (f'kv_dtype="{name}"' in str(reports)) == (name is not None)
         del past, group, model
 
 

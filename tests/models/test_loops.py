@@ -26,11 +26,9 @@ FORMS = [
 ]
 
 
-def graphs(label: str) -> tuple[int, list[SiteReport]]:
-    from paged_inductor import reports
-
-    found = reports.published(label)
-    return len(found), [site for report in found for site in report.sites]
+def graphs(model: Decoder) -> tuple[int, tuple[SiteReport, ...]]:
+    found = paged_inductor.explain(model)
+    return len(found.graphs), found.sites
 
 
 def flat(past: object) -> list[torch.Tensor]:
@@ -44,13 +42,13 @@ def test_same_tokens_in_three_graphs(form: Form) -> None:
     prompt = torch.randint(0, 61, (2, 7))
     expected, dense = generate(model, prompt, 40)
     model.clear()
-    paged_inductor.page(model, inner="eager", label=form.name)
+    paged_inductor.page(model, inner="eager")
     tokens, past = generate(model, prompt, 40)
     assert torch.equal(tokens, expected)
     assert all(isinstance(tensor, PagedTensor) for tensor in flat(past))
     for ours, theirs in zip(flat(past), flat(dense)):
         torch.testing.assert_close(ours.dense(), theirs, rtol=1e-4, atol=1e-4)
-    count, sites = graphs(form.name)
+    count, sites = graphs(model)
     assert count <= 3
     assert all(site.paged and not site.reason for site in sites), sites
     assert len(sites) == 2 * count

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from paged_inductor import _doctor
+from paged_inductor import _ab, _doctor
 from paged_inductor.__main__ import main
 
 
@@ -29,3 +31,22 @@ def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["dance"])
     assert "doctor" in capsys.readouterr().err
+
+
+def test_ab_says_which_models_it_cannot_load(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def said(*options: str) -> str:
+        assert main(["ab", "--prompt", "Why?", *options]) == 2
+        return capsys.readouterr().err
+
+    assert said("--model", str(tmp_path / "none")).endswith("there is no such folder\n")
+    assert "cannot be loaded: give the folder of a causal language model" in said("--model", str(tmp_path))
+    (tmp_path / "tiny.gguf").touch()
+    assert said("--model", str(tmp_path)).endswith("are in GGUF: add --gguf tiny.gguf\n")
+    assert said("--model", str(tmp_path), "--gguf", "big.gguf").endswith("its GGUF files are: tiny.gguf\n")
+    assert "cannot be loaded" in said("--model", str(tmp_path), "--gguf", "tiny.gguf")
+
+
+def test_ab_says_what_its_figures_mean() -> None:
+    assert _ab._meaning(4096, 1024, 4).startswith("pages hold 3.0 KiB less (75%)")
+    assert _ab._meaning(4096, 4096, 1).startswith("one sequence alone saves nothing")
+    assert _ab._meaning(4096, 4096, 2).startswith("nothing is saved here")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged_inductor import ConfigurationError, KVBudgetExceeded, configure
+from paged_inductor._amounts import size
 from paged_inductor._config import config, parse_bytes, reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View
 
@@ -56,8 +57,8 @@ def test_exhaustion_names_holders_and_the_next_step(manager: Manager) -> None:
         manager.create(group, 1, 24, "more")
     message = str(caught.value)
     assert caught.value.holders == [("chat", 6 * group.block_bytes), ("search", 2 * group.block_bytes)]
-    assert "this step needs 1 more block(s)" in message
-    assert "chat" in message
+    assert f"this step needs 1 more block(s) of {size(group.block_bytes)}. Held now by chat: " in message
+    assert "Existing caches are intact: drop some of them, shorten the batch, raise the limit" in message
     assert "configure(kv_budget=" in message
     assert isinstance(caught.value, MemoryError)
     assert (values(big), values(small), group.pool.num_used, manager.check_integrity()) == before
@@ -67,6 +68,20 @@ def test_exhaustion_names_holders_and_the_next_step(manager: Manager) -> None:
     del small
     more = manager.create(group, 1, 24, "more").view
     assert len(more.rows[0].blocks) == 3
+
+
+def test_nobody_is_named_where_nobody_holds_memory(manager: Manager) -> None:
+    group = group_with(manager, 2)
+    with pytest.raises(KVBudgetExceeded, match=r"B\. Shorten the batch, raise the limit") as caught:
+        manager.create(group, 5, 24, "large")
+    assert caught.value.holders == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1000, "1000 B"), (1536, "1.5 KiB"), (2**26, "64.0 MiB"), (3 * 2**29, "1.50 GiB")]
+)
+def test_amounts_are_shown_in_the_unit_that_suits_them(count: int, text: str) -> None:
+    assert size(count) == text
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

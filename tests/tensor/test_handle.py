@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import linecache
 import pickle
 import threading
 import warnings
@@ -121,7 +122,8 @@ def test_materialisations_are_counted_and_said_once(dense: Tensor) -> None:
     configure(on_materialize="warn")
     with pytest.warns(UserWarning, match=r"aten\.mean\.default copied a cache of shape \[2, 3, 20, 4\]") as caught:
         handle.mean()
-    assert len(caught) == 1
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "handle.mean()" in linecache.getline(__file__, caught[0].lineno)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         handle.mean()
