@@ -260,8 +260,8 @@ def test_amounts_of_memory(text: int | str, wanted: int) -> None:
 
 
 def test_sizes_of_blocks() -> None:
-    for size in (8, 16, 32, 64, 128, 256):
-        assert configure(block_size=size).block_size == size
+    for tokens in (8, 16, 32, 64, 128, 256):
+        assert configure(block_size=tokens).block_size == tokens
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
