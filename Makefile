@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= $(shell nproc)
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
