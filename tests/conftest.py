@@ -1,5 +1,6 @@
 """Settings of all tests. The interpreter must be chosen before triton is first imported."""
 
+import gc
 import itertools
 import os
 import sys
@@ -20,3 +21,9 @@ _common = {
 settings.register_profile("ci", max_examples=25, stateful_step_count=40, **_common)
 settings.register_profile("fuzz", max_examples=4000, stateful_step_count=60, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is left out of all garbage collections from here on, of which tests ask for many."""
+    gc.collect()
+    gc.freeze()

@@ -74,6 +74,7 @@ def test_a_mistake_is_found_shrunk_and_reproduced_by_the_script(tmp_path: Path) 
         replay(model, loop)
 
 
+@SLOW
 def test_a_broken_operation_of_the_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from paged_inductor.tensor import derive
 
