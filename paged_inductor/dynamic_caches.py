@@ -12,7 +12,7 @@ from .runtime import View
 from .tensor import PagedTensor
 from .tensor.handle import Form, plain
 
-__all__ = ["NEUTRAL", "WITH_TOKENS", "EmptyCache", "Layers", "layers_of", "returned"]
+__all__ = ["NEUTRAL", "WITH_TOKENS", "EmptyCache", "Layers", "layers_of", "logits_only", "returned"]
 
 WITH_TOKENS = ("input_ids", "position_ids", "cache_position")
 """Arguments of a model, of which each token of the prompt has its own part."""

@@ -145,13 +145,9 @@ class Storage:
 
     def forget(self, swapped: Iterable[int]) -> None:
         """The tokens of some swapped blocks are needed no more."""
-        emptied = False
         for block in swapped:
-            blocks = self._blocks[self._pieces.pop(block).extent]
-            blocks.discard(block)
-            emptied = emptied or not blocks
-        if emptied:
-            self.close_unused()
+            self._blocks[self._pieces.pop(block).extent].discard(block)
+        self.close_unused()
 
     def reconcile(self, alive: Set[int]) -> None:
         """Keep the swapped blocks that are `alive`, and nothing else: after the books were rebuilt."""

@@ -216,7 +216,6 @@ class SwapSpace:
             else:  # its last owner has gone
                 group.pool.release(block)
         self.storage.forget(arrived)
-        self.storage.close_unused()
         self._counters.swaps_in += len(arrived)
         self._counters.swap_bytes_in += size
         self._counters.swap_seconds_in += time.perf_counter() - start
@@ -224,9 +223,8 @@ class SwapSpace:
 
     def forget_dropped(self, group: CacheGroup) -> None:
         """Forget the swapped blocks that no row of a group has any more."""
-        dropped = group.pool.dropped
-        while dropped:
-            self.storage.forget([dropped.pop()])
+        self.storage.forget(group.pool.dropped)
+        group.pool.dropped.clear()
 
 
 def _read(group: CacheGroup, extent: Extent, places: Sequence[int], blocks: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from paged_inductor import KVBudgetExceeded, configure
 from paged_inductor._config import reset_config
-from paged_inductor.runtime import Manager, Preempted, SiteSpec, View
+from paged_inductor.runtime import CacheGroup, Manager, Preempted, SiteSpec, View
 from paged_inductor.runtime.line import AGEING_SECONDS, Line
 
 SITES = [(SiteSpec(heads, 8, torch.float32, torch.device("cpu")),) for heads in (2, 4)]
@@ -89,17 +89,23 @@ def test_alone_it_fails_at_once(runtime: Manager) -> None:
         runtime.create(group, 1, 16, "while this thread's own step runs")
 
 
-def test_a_step_that_holds_blocks_is_preempted(runtime: Manager) -> None:
-    """It has made a view of one group, and would have to wait for another's step to get room in a second one."""
+def preempted(runtime: Manager) -> tuple[CacheGroup, CacheGroup, threading.Event]:
+    """This thread made a view of a small group, would have had to wait for another's step to get room in a large one,
+    and has given the view back: the groups, and what ends that step. Obligation: it is `preemptible`."""
     configure(kv_budget=8 * BLOCK, swap_host="1GiB")
     small, large = (runtime.group(sites, 16) for sites in SITES)
     end = running_elsewhere(runtime, runtime.create(large, 1, 48, "other").view)
+    first = runtime.create(small, 1, 16, "mine").view
+    with pytest.raises(Preempted):
+        runtime.create(large, 1, 32, "mine, too")
+    del first
+    return small, large, end
+
+
+def test_a_step_that_holds_blocks_is_preempted(runtime: Manager) -> None:
     with runtime.preemptible():
-        first = runtime.create(small, 1, 16, "mine").view
-        with pytest.raises(Preempted):
-            runtime.create(large, 1, 32, "mine, too")
+        _, large, end = preempted(runtime)
         assert runtime.counters.preempted_steps == 1
-        del first
         end.set()
         runtime.wait_for_others()
         second = runtime.create(large, 1, 32, "mine, too").view
@@ -107,14 +113,8 @@ def test_a_step_that_holds_blocks_is_preempted(runtime: Manager) -> None:
 
 
 def test_a_preempted_step_keeps_its_turn(runtime: Manager) -> None:
-    configure(kv_budget=8 * BLOCK, swap_host="1GiB")
-    small, large = (runtime.group(sites, 16) for sites in SITES)
-    end = running_elsewhere(runtime, runtime.create(large, 1, 48, "other").view)
     with runtime.preemptible():
-        first = runtime.create(small, 1, 16, "mine").view
-        with pytest.raises(Preempted):
-            runtime.create(large, 1, 32, "mine, too")
-        del first
+        small, large, end = preempted(runtime)
         made: list[View] = []
         later = threading.Thread(target=lambda: made.append(runtime.create(small, 1, 16, "later").view))
         later.start()
