@@ -21,7 +21,7 @@ from ._errors import PagedInductorError
 from .plain_caches import Results, Structure, returned, structure_of
 from .prompts import Known, Observer, Place, borrow, policy
 from .runtime import View
-from .sharing import Loan, StalePrefix, loans
+from .sharing import Loan, StalePrefix
 from .tensor import PagedTensor
 
 __all__ = ["PlainReuse"]
@@ -133,8 +133,7 @@ class PlainReuse:
         }
         place, name, structure = cache
         rest[place if place in given or not name else name] = structure.filled(views)
-        loan = Loan(sharer.sharing.results)
-        loans.update(dict.fromkeys(views, loan))
+        loan = Loan.of(views, sharer.sharing.results)
         positional = [rest[i] for i in range(sum(isinstance(place, int) for place in rest))]
         try:
             result = function(*positional, **{key: value for key, value in rest.items() if isinstance(key, str)})

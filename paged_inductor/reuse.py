@@ -17,7 +17,7 @@ from torch import Tensor
 from . import dynamic_caches
 from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers
 from .prompts import Known, Observer, borrow, policy
-from .sharing import Loan, StalePrefix, loans
+from .sharing import Loan, StalePrefix
 
 __all__ = ["Reuse"]
 
@@ -60,8 +60,7 @@ class Reuse:
         views = borrow(seen.known, kwargs.get, kwargs["input_ids"].shape[1] - kwargs["logits_to_keep"])
         if views is None:
             return self._observe(function, kwargs, cache, form)
-        loan = Loan()
-        loans.update(dict.fromkeys(views, loan))
+        loan = Loan.of(views)
         try:
             cache.fill(seen.layers, views)
             result = function(**_rest(kwargs, views[0].length))

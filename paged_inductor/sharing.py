@@ -54,6 +54,13 @@ class Loan:
         self.outputs: Sequence[Any] = ()
         self.views: Sequence[View] = ()
 
+    @classmethod
+    def of(cls, views: Sequence[View], results: bytes | None = None) -> Loan:
+        """One that the graph which goes on from `views` will find."""
+        loan = cls(results)
+        loans.update(dict.fromkeys(views, loan))
+        return loan
+
 
 class Registration:
     """A prefix being registered. tokens: how many are."""
