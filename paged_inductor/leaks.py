@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ._config import config
 from ._errors import SanitizerError
 from .runtime import CacheGroup, manager
-from .runtime.group import Holding
 from .runtime.sanitizer import Stack, shown
+from .runtime.view import Holding
 
 __all__ = ["Leak", "check_leaks"]
 

@@ -10,13 +10,15 @@ Beside them: `transfer` (copies under way), `ahead` (what will be used next), `c
 `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
-from .group import CacheGroup, SiteSpec, View
+from .group import CacheGroup
 from .lending import Tokens, lend, settle
 from .manager import Manager, StepViews, manager
 from .policy import Policy
 from .prefixes import RowNames
 from .schedule import Schedule
+from .site import SiteSpec
 from .table import Row
+from .view import View
 from .waiters import Preempted
 
 __all__ = [

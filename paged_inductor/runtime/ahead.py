@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from weakref import ref
 
-from .group import CacheGroup, View
+from .group import CacheGroup
 from .swap import missing
 from .table import Lineage, Row
+from .view import View
 
 __all__ = ["Ahead"]
 

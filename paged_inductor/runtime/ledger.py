@@ -10,9 +10,10 @@ from itertools import count
 from .._errors import KVBudgetExceeded, SwapError
 from .budget import Budget
 from .counters import Counters
-from .group import CacheGroup, SiteSpec
+from .group import CacheGroup
 from .numa import Nodes
 from .pool import Account, OutOfBlocks
+from .site import SiteSpec
 from .swap import SwapSpace
 from .tenants import Tenants
 from .waiters import Preempted

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .group import CacheGroup, View
+from .group import CacheGroup
 from .manager import Manager
 from .policy import SYSTEM, Policy
 from .pool import OverQuota
 from .prefixes import BlockName, RowNames, child_digest, encode_key
 from .table import Row, register
 from .tenants import Tenant
+from .view import View
 
 __all__ = ["Tokens", "lend", "settle"]
 

@@ -19,11 +19,12 @@ from threading import get_ident
 from .._config import on_change
 from .._errors import IntegrityError
 from .ahead import Ahead
-from .group import CacheGroup, View
+from .group import CacheGroup
 from .numa import Nodes, this_host
 from .schedule import Schedule
 from .swap import missing
 from .table import Row
+from .view import View
 from .views import StepViews, Views
 
 __all__ = ["Manager", "StepViews", "manager"]

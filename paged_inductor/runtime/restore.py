@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .group import CacheGroup, View
+from .group import CacheGroup
 from .manager import Manager
 from .pool import OutOfBlocks
 from .table import Row, register
+from .view import View
 
 __all__ = ["SavedView", "restore"]
 

@@ -22,7 +22,8 @@ from .pool import ZERO_BLOCK
 from .table import Row
 
 if TYPE_CHECKING:
-    from .group import CacheGroup, View
+    from .group import CacheGroup
+    from .view import View
 
 __all__ = ["Frame", "Sanitizer", "Stack", "shown", "stack"]
 

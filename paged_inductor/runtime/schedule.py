@@ -13,7 +13,7 @@ from .pool import ZERO_BLOCK
 from .sharing import PrefixSharing, SharedPrefix
 
 if TYPE_CHECKING:
-    from .group import View
+    from .view import View
 
 __all__ = ["Schedule", "sharing"]
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from .._errors import SwapError
 from .counters import Counters
-from .group import CacheGroup, SiteSpec
+from .group import CacheGroup
 from .numa import Nodes
 from .pool import Account
+from .site import SiteSpec
 from .storage import Storage
 from .table import Row
 from .tiers import Extent, Part, TierFull

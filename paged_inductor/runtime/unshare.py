@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .group import View
 from .pool import BlockPool, OutOfBlocks
 from .table import Row, fork_row, private_blocks
+from .view import View
 
 __all__ = ["Place", "Separation", "blocks_to_separate", "separate", "separations"]
 

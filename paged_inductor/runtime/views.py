@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .group import CacheGroup, View
+from .group import CacheGroup
 from .ledger import Ledger
 from .schedule import Schedule
 from .table import Row, append_rows, blocks_needed, register, unregister
 from .unshare import Place, blocks_to_separate, separate, separations
+from .view import View
 
 __all__ = ["StepViews", "Views"]
 
