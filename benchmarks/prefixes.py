@@ -67,7 +67,7 @@ def lookups(cache: Any, tenant: str, prompt: Tensor, rounds: int) -> tuple[float
 
     def look(root: bytes) -> float:
         start = time.perf_counter()
-        views = lend(manager(), [view.group], [root], [Tokens(tokens)], len(tokens), policy, "benchmark")
+        views = lend(manager(), [view.group], [root], [None], [Tokens(tokens)], len(tokens), policy, "benchmark")
         taken = time.perf_counter() - start
         assert (views is not None) == (root == names.root)
         return taken * 1e6

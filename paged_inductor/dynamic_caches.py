@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .runtime import View
+from .runtime import Lent, View
 from .tensor import PagedTensor
 from .tensor.handle import Form, plain
 
-__all__ = ["NEUTRAL", "WITH_TOKENS", "EmptyCache", "Layers", "layers_of", "logits_only", "returned"]
+__all__ = ["NEUTRAL", "WITH_TOKENS", "EmptyCache", "Layers", "kept_tokens", "layers_of", "logits_only", "returned"]
 
 WITH_TOKENS = ("input_ids", "position_ids", "cache_position")
 """Arguments of a model, of which each token of the prompt has its own part."""
 NEUTRAL = {"use_cache", "return_dict", "logits_to_keep", "attention_mask", *WITH_TOKENS}
 """Arguments that do not change what a model computes of the other tokens."""
 
-Layers = Sequence[tuple[int, Form, Form]]
-"""Of each layer: the number of its group, and the forms of keys and values."""
+_SLIDING = "DynamicSlidingWindowLayer"
+
+
+class LayerForm(NamedTuple):
+    """The number of a layer's group, the forms of its keys and values, and how many of the last tokens it keeps (None:
+    all)."""
+
+    group: int
+    keys: Form
+    values: Form
+    kept: int | None
+
+
+Layers = Sequence[LayerForm]
 
 
 class EmptyCache:
@@ -47,7 +59,9 @@ class EmptyCache:
     def like(cls, value: Any) -> EmptyCache:
         """An empty cache of the kind of `value`, for which `layers_of` is not None."""
         empty = copy.copy(value)
-        empty.layers = [type(layer)() for layer in value.layers]
+        empty.layers = [
+            type(layer)(layer.sliding_window) if _slides(layer) else type(layer)() for layer in value.layers
+        ]
         return cls(empty)
 
     def another(self) -> EmptyCache:
@@ -58,14 +72,18 @@ class EmptyCache:
         """Whether it has `count` layers, or none yet."""
         return len(self._layers) in (0, count)
 
-    def fill(self, layers: Layers, views: Sequence[View]) -> None:
-        """Let it hold handles of `views`, one of each group."""
+    def fill(self, layers: Layers, lent: Lent) -> None:
+        """Let it hold handles of what is lent."""
         if not self._layers:
             self.value.layers.extend(self.value.layer_class_to_replicate() for _ in layers)
-        for layer, (group, keys, values) in zip(self.value.layers, layers):
-            keys_handle, values_handle = PagedTensor(views[group], keys), PagedTensor(views[group], values)
-            layer.lazy_initialization(keys_handle, values_handle)
-            layer.keys, layer.values = keys_handle, values_handle
+        for layer, (group, keys, values, kept) in zip(self.value.layers, layers):
+            view = lent.views[group]
+            layer.keys, layer.values = PagedTensor(view, keys), PagedTensor(view, values)
+            handles = layer.keys, layer.values
+            layer.lazy_initialization(*handles)  # it would make tensors of no tokens
+            layer.keys, layer.values = handles
+            if kept is not None:
+                layer.cumulative_length = lent.length
 
     def restore(self) -> None:
         """Empty it again."""
@@ -75,10 +93,19 @@ class EmptyCache:
             vars(layer).update(state)
 
 
+def kept_tokens(layers: Layers, num_groups: int) -> list[int | None]:
+    """How many of the last tokens the layers of each group keep; None for all."""
+    kept: dict[int, int | None] = {layer.group: layer.kept for layer in layers}
+    return [kept[group] for group in range(num_groups)]
+
+
 def layers_of(value: Any, views: Sequence[View]) -> Layers | None:
     """Which of `views` each layer of a cache shows, and how; None if one shows anything else."""
     layers = [_layer(layer, views) for layer in getattr(value, "layers", ())]
-    return layers if layers and None not in layers else None  # type: ignore[return-value]
+    if None in layers or {layer.group for layer in layers if layer} != set(range(len(views))):
+        return None
+    kept = {(layer.group, layer.kept) for layer in layers if layer}
+    return layers if len(kept) == len(views) else None  # type: ignore[return-value]
 
 
 def returned(result: Any) -> Any:
@@ -98,10 +125,14 @@ def logits_only(result: Any) -> bool:
 
 
 def _grows(layer: Any) -> bool:
-    return type(layer).__name__ == "DynamicLayer"
+    return type(layer).__name__ == "DynamicLayer" or (_slides(layer) and not getattr(layer, "record_past", False))
 
 
-def _layer(layer: Any, views: Sequence[View]) -> tuple[int, Form, Form] | None:
+def _slides(layer: Any) -> bool:
+    return type(layer).__name__ == _SLIDING
+
+
+def _layer(layer: Any, views: Sequence[View]) -> LayerForm | None:
     """The group of a layer's handles, and their forms; None if they show anything but one of `views`."""
     if not _grows(layer):
         return None
@@ -109,6 +140,8 @@ def _layer(layer: Any, views: Sequence[View]) -> tuple[int, Form, Form] | None:
     if not all(isinstance(handle, PagedTensor) and handle._form is plain(*handle._form[:2]) for handle in pair):
         return None
     for i, view in enumerate(views):
-        if all(handle._view is view for handle in pair):
-            return i, pair[0]._form, pair[1]._form
+        kept = layer.sliding_window - 1 if _slides(layer) else None
+        shown = view.length if kept is None else min(kept, view.length)
+        if all(handle._view.rows == view.rows and handle._view.length == shown for handle in pair):
+            return LayerForm(i, pair[0]._form, pair[1]._form, kept)
     return None

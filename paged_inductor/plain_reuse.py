@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ._errors import PagedInductorError
 from .plain_caches import Results, Structure, returned, structure_of
 from .prompts import Known, Observer, Place, borrow, policy
-from .runtime import View
+from .runtime import Lent
 from .sharing import Loan, StalePrefix
 from .tensor import PagedTensor
 
@@ -65,9 +65,9 @@ class PlainReuse:
         if self._goes_on(given):
             return function(*args, **kwargs)
         if whole is not None and self._cache is not None and whole.arguments == self._arguments(given):
-            views = self._borrow(whole, given)
-            if views is not None:
-                done = self._go_on(function, whole, self._cache, given, views)
+            found = self._borrow(whole, given)
+            if found is not None:
+                done = self._go_on(function, whole, self._cache, given, *found)
                 if done is not None:
                     return done[0]
                 self._failed[whole.known.sharer.sharing.digest] += 1
@@ -109,12 +109,13 @@ class PlainReuse:
             if value is not None and place not in own
         }
 
-    def _borrow(self, whole: _Whole, given: Mapping[Place, Any]) -> list[View] | None:
+    def _borrow(self, whole: _Whole, given: Mapping[Place, Any]) -> tuple[Lent, Loan] | None:
         sharer = whole.known.sharer
         ids = given[sharer.places[sharer.sharing.ids]]  # type: ignore[index]
         if not sharer.admits(ids.shape):
             return None
-        return borrow(whole.known, given.get, ids.shape[1] - sharer.sharing.last)
+        all_kept = [None] * len(whole.known.groups)
+        return borrow(whole.known, given.get, sharer.sharing.last, all_kept, sharer.sharing.results)
 
     def _go_on(
         self,
@@ -122,18 +123,18 @@ class PlainReuse:
         whole: _Whole,
         cache: tuple[Place, str, Structure],
         given: Mapping[Place, Any],
-        views: list[View],
+        lent: Lent,
+        loan: Loan,
     ) -> tuple[Any] | None:
-        """The result of a call that goes on from `views`; None if it is not proven to be that of the whole prompt."""
-        sharer, length = whole.known.sharer, views[0].length
+        """The result of a call that goes on from a loan; None if it is not proven to be that of the whole prompt."""
+        sharer, length = whole.known.sharer, lent.length
         along = (sharer.sharing.ids, *sharer.sharing.positions, *sharer.sharing.others)
         rest = {
             **given,
             **{place: given[place][..., length:] for name in along if (place := sharer.places[name]) is not None},
         }
         place, name, structure = cache
-        rest[place if place in given or not name else name] = structure.filled(views)
-        loan = Loan.of(views, sharer.sharing.results)
+        rest[place if place in given or not name else name] = structure.filled(lent.views)
         positional = [rest[i] for i in range(sum(isinstance(place, int) for place in rest))]
         try:
             result = function(*positional, **{key: value for key, value in rest.items() if isinstance(key, str)})

@@ -111,7 +111,7 @@ class PagedProgram:
             inputs = [args[i] for i in self._kept]
             for j in self._densify:
                 inputs[j] = inputs[j].dense()
-            root = self._sharer.begin(args, self._plans, views) if self._sharer is not None else None
+            named = self._sharer.begin(args, self._plans, views) if self._sharer is not None else None
             runtime.begin(views)
         except BaseException:
             undo(steps)
@@ -135,8 +135,8 @@ class PagedProgram:
             del inputs
             runtime.end(views)
         commit(steps)
-        if self._sharer is not None and root is not None:
-            self._sharer.finish(args, self._plans, views, root, dense)
+        if self._sharer is not None and named is not None:
+            self._sharer.finish(args, self._plans, views, named, dense)
         for loan in lent:
             loan.outputs, loan.views = dense, views
         for plan, step in zip(self._plans, steps):
@@ -155,7 +155,7 @@ class PagedProgram:
         if not lent:
             return ()
         sharer = self._sharer if len(lent) == len(self._plans) else None
-        if sharer is None or not all(sharer.confirm(args, views, loan.results) for loan in set(lent)):
+        if sharer is None or not all(sharer.confirm(args, self._plans, views, loan) for loan in set(lent)):
             raise StalePrefix
         for loan in lent:
             loan.confirmed = True

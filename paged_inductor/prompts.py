@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .runtime import CacheGroup, Policy, View, lend, manager
-from .sharing import Sharer, group_root, learner, registering, row_tokens
+from .runtime import CacheGroup, Lent, Policy, View, lend, manager
+from .sharing import Loan, Sharer, group_root, learner, registering, row_tokens, with_windows
 
 __all__ = ["Known", "Observer", "Place", "borrow", "policy"]
 
@@ -54,10 +54,14 @@ def policy() -> Policy:
     return Policy.of(manager().tenants.current(), registering.get() is not None)
 
 
-def borrow(known: Known, value: Callable[[Any], Any], longest: int) -> list[View] | None:
-    """Views of what is cached of a prompt, up to its token `longest`; None if nothing is, or a call is not understood.
+def borrow(
+    known: Known, value: Callable[[Any], Any], behind: int, kept: Sequence[int | None], results: bytes | None = None
+) -> tuple[Lent, Loan] | None:
+    """Views of what is cached of a prompt, but for its last `behind` tokens, and their loan; None if nothing is, or a
+    call is not understood.
 
-    value: tells an argument of the call; None if it is not given, or of None.
+    value: tells an argument of the call; None if it is not given, or of None. kept: how many of the last tokens the
+    model's cache has of each group; None for all. results: see `Loan`.
     """
     sharer, sharing = known.sharer, known.sharer.sharing
     ids, *along = (value(sharer.places[name]) for name in (sharing.ids, *sharing.positions, *sharing.others))
@@ -70,5 +74,9 @@ def borrow(known: Known, value: Callable[[Any], Any], longest: int) -> list[View
     prompts = row_tokens(ids, along[:count], along[count:], mask, 0)
     if root is None or prompts is None:
         return None
-    roots = [group_root(root, g) for g in range(len(known.groups))]
-    return lend(manager(), known.groups, roots, prompts, longest, rules, "a cached prompt")
+    length = ids.shape[1]
+    windows = sharer.prompt_windows(length)
+    roots = [group_root(root, place) for place in sharing.order]
+    prompts = [with_windows(prompt, windows) for prompt in prompts]
+    lent = lend(manager(), known.groups, roots, kept, prompts, length - behind, rules, "a cached prompt")
+    return None if lent is None else (lent, Loan.of(lent.views, windows, results))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import dynamic_caches
-from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers
+from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers, kept_tokens
 from .prompts import Known, Observer, borrow, policy
-from .sharing import Loan, StalePrefix
+from .sharing import StalePrefix
 
 __all__ = ["Reuse"]
 
@@ -57,13 +57,14 @@ class Reuse:
         seen = self._forms.get(form)
         if seen is None or cache is None or not cache.has_room_for(len(seen.layers)):
             return self._observe(function, kwargs, cache, form)
-        views = borrow(seen.known, kwargs.get, kwargs["input_ids"].shape[1] - kwargs["logits_to_keep"])
-        if views is None:
+        kept = kept_tokens(seen.layers, len(seen.known.groups))
+        found = borrow(seen.known, kwargs.get, kwargs["logits_to_keep"], kept)
+        if found is None:
             return self._observe(function, kwargs, cache, form)
-        loan = Loan.of(views)
+        lent, loan = found
         try:
-            cache.fill(seen.layers, views)
-            result = function(**_rest(kwargs, views[0].length))
+            cache.fill(seen.layers, lent)
+            result = function(**_rest(kwargs, lent.length))
             if loan.confirmed and dynamic_caches.logits_only(result):  # other outputs would lack the cached positions
                 return result
         except StalePrefix:
@@ -108,7 +109,8 @@ class Reuse:
         value = dynamic_caches.returned(result) if cache is None else cache.value
         layers = dynamic_caches.layers_of(value, observer.views)
         if layers is not None and observer.known is not None and self._by_keyword(observer.known):
-            self._forms[form] = _Form(observer.known, layers)
+            if form not in self._forms or not self._forms[form].known.sharer.knows_more_than(observer.known.sharer):
+                self._forms[form] = _Form(observer.known, layers)
             if cache is None:
                 self._made[kwargs.get("use_cache")] = EmptyCache.like(value)
         return result

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from hashlib import sha256
+from itertools import zip_longest
 from struct import pack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -15,8 +17,8 @@ from torch.fx import Node
 
 from .passes import Sharing
 from .passes.tensors import source_name
-from .runtime import Policy, RowNames, Tokens, View, manager, settle
-from .sizes import shape_check
+from .runtime import Policy, RowNames, Tokens, View, manager, matter_within, settle
+from .sizes import shape_check, size_reader
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -33,7 +35,12 @@ __all__ = [
     "loans",
     "registering",
     "row_tokens",
+    "with_windows",
 ]
+
+
+Windows = tuple[int | None, ...]
+"""Of each attention, see `RowNames`."""
 
 
 class StalePrefix(Exception):
@@ -43,21 +50,22 @@ class StalePrefix(Exception):
 class Loan:
     """A view of a prefix that a prompt is about to go on from.
 
-    results: of the graph of whole prompts, if what it returns is wanted (see `Sharing`). confirmed: the graph that went
-    on would have computed the prefix in the same way, and what it returns. outputs, views: that, and the views that it
-    filled.
+    windows: of the whole prompt, see `RowNames`. results: of the graph of whole prompts, if what it returns is wanted
+    (see `Sharing`). confirmed: the graph that went on would have computed the prefix in the same way. outputs, views:
+    what it returns, and the views that it filled.
     """
 
-    def __init__(self, results: bytes | None = None) -> None:
+    def __init__(self, windows: Windows, results: bytes | None = None) -> None:
+        self.windows = windows
         self.results = results
         self.confirmed = False
         self.outputs: Sequence[Any] = ()
         self.views: Sequence[View] = ()
 
     @classmethod
-    def of(cls, views: Sequence[View], results: bytes | None = None) -> Loan:
+    def of(cls, views: Sequence[View], windows: Windows, results: bytes | None = None) -> Loan:
         """One that the graph which goes on from `views` will find."""
-        loan = cls(results)
+        loan = cls(windows, results)
         loans.update(dict.fromkeys(views, loan))
         return loan
 
@@ -81,6 +89,14 @@ registering: ContextVar[Registration | None] = ContextVar("paged_inductor_regist
 """Set if the prefixes computed here are to be found by all tenants that share "system"."""
 
 
+class Named(NamedTuple):
+    """What the names of a step's tokens begin with, how many tokens were there before, and the windows of all."""
+
+    root: bytes
+    old: int
+    windows: Windows
+
+
 class Sharer:
     """The names of the tokens that one graph's steps store."""
 
@@ -95,6 +111,8 @@ class Sharer:
         self._whole = [position[name] for name in sharing.whole]
         self.weights = Weights({name: position[name] for name in sharing.weights})
         self.places = {name: _place(captured[at]) for name, at in position.items()}
+        self._zeros = [size_reader(size, captured) for size in sharing.zeros]
+        self._totals = [size_reader(size, captured) for size in sharing.totals]
         self.admits = shape_check(captured[self._ids].meta["example_value"].shape)
 
     def root(self, args: Sequence[Any] | Mapping[int, Any], salt: bytes) -> bytes | None:
@@ -107,8 +125,8 @@ class Sharer:
         facts = (self.sharing.digest, weights, forgotten, salt, len(self._others), whole)
         return sha256(repr(facts).encode()).digest()
 
-    def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> bytes | None:
-        """A step is about to fill `views`: what all names of its tokens begin with; None if it will share nothing."""
+    def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> Named | None:
+        """A step is about to fill `views`; None if it will share nothing."""
         starts = not plans[0].inputs
         lead = views[0]
         if starts and not self.sharing.starts:
@@ -116,33 +134,72 @@ class Sharer:
         alone = not starts or len(lead.rows) == 1 or lead.length < lead.group.block_size
         if alone and lead.tenant.share == "none" and registering.get() is None:
             return None
-        if any(set(view.lengths) != {view.length} for view in views):  # rows that start later, or windows
+        count = plans[0].count(args)
+        found = self._before(args, views, count, count)
+        root = self.root(args, lead.tenant.salt) if found is not None else None
+        return Named(root, *found) if found is not None and root is not None else None
+
+    def _before(self, args: Sequence[Any], views: Sequence[View], held: int, count: int) -> tuple[int, Windows] | None:
+        """How many tokens were there before a step of `count` new ones, and the windows of all; None if rows start
+        later, or the graph does not do what was proven of it. held: how many of the new ones `views` have already."""
+        totals = {
+            row.skipped * view.group.block_size + seen for view in views for row, seen in zip(view.rows, view.lengths)
+        }
+        if len(totals) != 1:
             return None
-        return self.root(args, lead.tenant.salt)
+        old = totals.pop() - held
+        if any(read(args) != 0 for read in self._zeros) or any(read(args) != old for read in self._totals):
+            return None
+        shown = dict(zip(self.sharing.order, (view.length - held for view in views)))
+        if any(length > old for length in shown.values()):
+            return None
+        windows = self._windows(old, shown, count)
+        return None if windows is None else (old, windows)
+
+    def _windows(self, old: int, shown: Mapping[int, int], count: int) -> Windows | None:
+        """The windows of a step, some of which come from a cache that shows its last tokens only; None if these are
+        not the same for all new tokens. shown: of the old tokens, by the place of the group."""
+        windows: list[int | None] = []
+        for group, window in self.sharing.windows:
+            most = shown[group] + 1
+            if most <= old and (window is None or window > most):
+                if count != 1:
+                    return None
+                window = most
+            windows.append(window)
+        return matter_within(windows, old + count)
+
+    def knows_more_than(self, other: Sharer) -> bool:
+        """Whether another graph computes in the same way, but is for prompts that its windows hide nothing of."""
+        mine, others = (sum(w is not None for _, w in each.sharing.windows) for each in (self, other))
+        return self.sharing.digest == other.sharing.digest and mine > others
+
+    def prompt_windows(self, length: int) -> Windows:
+        """The windows of a prompt that is computed as a whole."""
+        return matter_within([window for _, window in self.sharing.windows], length)
 
     def finish(
         self,
         args: Sequence[Any],
         plans: Sequence[GroupPlan],
         views: Sequence[View],
-        root: bytes,
+        named: Named,
         outputs: Sequence[Any],
     ) -> None:
-        """The step succeeded: name what it stored, and share it. root: from `begin`. outputs: what the graph returns
+        """The step succeeded: name what it stored, and share it. named: from `begin`. outputs: what the graph returns
         besides caches."""
         registration = registering.get()
         policy = Policy.of(views[0].tenant, registration is not None)
-        if self.root(args, views[0].tenant.salt) != root:  # the weights were written to meanwhile
+        if self.root(args, views[0].tenant.salt) != named.root:  # the weights were written to meanwhile
             return
         starts = not plans[0].inputs
         if not starts and all(row.names is None for view in views for row in view.rows):
             return
-        old = views[0].length - plans[0].count(args)
-        tokens = self._tokens(args, old)
+        tokens = self._tokens(args, named.old)
         if tokens is None:
             return
-        for g, view in enumerate(views):
-            names = self._extended(tokens, group_root(root, g), view, old, starts)
+        for place, view in zip(self.sharing.order, views):
+            names = self._extended(tokens, named._replace(root=group_root(named.root, place)), view, starts)
             settle(manager(), view, names, policy)
             if registration is not None:
                 lengths = (len(known.digests) * view.group.block_size for known in names if known)
@@ -157,11 +214,10 @@ class Sharer:
             args[self._ids], [args[i] for i in self._positions], [args[i] for i in self._others], mask, old
         )
 
-    def _extended(
-        self, new: Sequence[Tokens], root: bytes, view: View, old: int, starts: bool
-    ) -> list[RowNames | None]:
-        """The names of all tokens of each row, of which the first `old` should be known."""
+    def _extended(self, new: Sequence[Tokens], named: Named, view: View, starts: bool) -> list[RowNames | None]:
+        """The names of all tokens of each row, of which the first `named.old` should be known."""
         size = view.group.block_size
+        root, old, windows = named
         names: list[RowNames | None] = []
         for row, tokens in zip(view.rows, new):
             known = RowNames(root) if starts else row.names
@@ -169,25 +225,64 @@ class Sharer:
             if known is None or known.root != root or known.length(size) != old or hidden != known.hidden:
                 names.append(None)
                 continue
+            marks = window_marks(known.windows, windows, old)
+            if marks is None:
+                names.append(None)
+                continue
             later = [at for at in tokens.hidden if at >= old]
-            names.append(known.extended(tokens.ids, tokens.deviations, later, size))
+            deviations = _marked(tokens.deviations, marks, old)
+            names.append(known.extended(tokens.ids, deviations, later, size, windows))
         return names
 
-    def confirm(self, args: Sequence[Any], views: Sequence[View], results: bytes | None) -> bool:
+    def confirm(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View], loan: Loan) -> bool:
         """Whether this graph would have computed these views' tokens in the same way, and results as wanted."""
-        if results is not None and results != self.sharing.results:
+        if loan.results is not None and loan.results != self.sharing.results:
+            return False
+        before = self._before(args, views, 0, plans[0].count(args))
+        if before is None or before[1] != loan.windows:
             return False
         root = self.root(args, manager().tenants.current().salt)
         return root is not None and all(
-            row.names is not None and row.names.root == group_root(root, g)
-            for g, view in enumerate(views)
+            row.names is not None and row.names.root == group_root(root, place)
+            for place, view in zip(self.sharing.order, views)
             for row in view.rows
         )
 
 
 def group_root(root: bytes, g: int) -> bytes:
-    """What names of blocks in the `g`-th group of a graph begin with: groups of equal layers have one pool."""
+    """What names of blocks in a graph's group of place `g` begin with: groups of equal layers have one pool."""
     return root if g == 0 else sha256(root + g.to_bytes(4, "little")).digest()
+
+
+def window_marks(before: Windows, windows: Windows, old: int) -> dict[int, bytes] | None:
+    """What windows make of tokens: by position, of the first token from which one hides anything. before: windows of
+    the first `old` tokens; None if they are others."""
+    marks: dict[int, bytes] = {}
+    if before != windows:
+        for n, (known, window) in enumerate(zip_longest(before, windows)):
+            if known == window:
+                continue
+            if known is not None or window is None or window < old:
+                return None
+            marks[window] = marks.get(window, b"") + pack("<cH", b"w", n)
+    return marks
+
+
+def with_windows(tokens: Tokens, windows: Windows) -> Tokens:
+    """The tokens of a whole prompt whose attentions have these windows."""
+    marks = window_marks((), windows, 0)
+    assert marks is not None
+    return replace(tokens, deviations=_marked(tokens.deviations, marks, 0), windows=windows)
+
+
+def _marked(deviations: Mapping[int, bytes], marks: Mapping[int, bytes], old: int) -> Mapping[int, bytes]:
+    """Deviations by position in a call, and marks by position in the row."""
+    if not marks:
+        return deviations
+    found = dict(deviations)
+    for at, mark in marks.items():
+        found[at - old] = found.get(at - old, b"") + mark
+    return found
 
 
 def row_tokens(

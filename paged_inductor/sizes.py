@@ -16,14 +16,14 @@ from .passes.symbols import UnknownSize
 __all__ = ["shape_check", "size_reader"]
 
 
-def size_reader(size: int | SymInt, placeholders: Sequence[Node]) -> Callable[[Sequence[Any]], int]:
+def size_reader(size: int | SymInt | sympy.Expr, placeholders: Sequence[Node]) -> Callable[[Sequence[Any]], int]:
     """A function that computes `size` from the graph's arguments, given in the order of `placeholders`.
 
     Raises `UnknownSize` if a symbol of it appears in no argument.
     """
-    if not isinstance(size, SymInt):
+    if isinstance(size, int):
         return lambda args: size
-    expression = size.node.expr
+    expression = size.node.expr if isinstance(size, SymInt) else size
     names = {symbol: f"({_origin(symbol, placeholders)})" for symbol in expression.free_symbols}
     text = PythonPrinter().doprint(expression.xreplace({s: type(s)(f"__{i}__") for i, s in enumerate(names)}))
     for i, code in enumerate(names.values()):

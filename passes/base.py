@@ -257,9 +257,13 @@ class Sharing:
     reason: why the tokens alone do not say what they are, or "": then the rest is meaningful. ids: integers [B, S], the
     tokens. positions, others: integers [B, S], [1, S] or [S], of which those at a token belong to it. mask: [B,
     kv_len], of which column k belongs to token k: 1 if it can be seen. weights: parameters and buffers. whole: small
-    tensors that belong to no position. digest: equal for graphs that compute K and V in the same way. starts: it
-    begins new caches. results: equal for graphs that compute everything else that they return in the same way, from the
-    tokens up to the last positions, of which they look at `last`; b"" if that is not proven.
+    tensors that belong to no position. digest: equal for graphs that compute K and V in the same way, windows apart.
+    starts: it begins new caches. order: of each group of the graph, its place among them, which is the same in all
+    graphs of a model. windows: of each attention, the place of the group that it reads, and how many tokens a query
+    sees, itself included (None: all that it is shown). zeros, totals: sizes of the graph that must be 0, or the number
+    of tokens before this call, for all this to hold. results: equal for graphs that compute everything else that they
+    return in the same way, from the tokens up to the last positions, of which they look at `last`; b"" if that is not
+    proven.
     """
 
     reason: str = ""
@@ -271,6 +275,10 @@ class Sharing:
     whole: tuple[str, ...] = ()
     digest: bytes = b""
     starts: bool = False
+    order: tuple[int, ...] = ()
+    windows: tuple[tuple[int, int | None], ...] = ()
+    zeros: tuple[sympy.Expr, ...] = ()
+    totals: tuple[sympy.Expr, ...] = ()
     results: bytes = b""
     last: int = 0
 

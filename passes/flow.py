@@ -82,7 +82,8 @@ def digest(*parts: object) -> bytes:
 class Flows:
     """The flows of a graph's nodes. batch, tokens: the sizes of a call: rows, and new tokens per row. past: how many
     tokens the caches held before. equal: symbols that are known to equal an expression. values, operands: of nodes:
-    their flows, and what these come from. written: nodes that write in place, which are understood."""
+    their flows, and what these come from. written: nodes that write in place, which are understood. counters: symbols
+    of integer inputs. zeros, totals: assumptions, see `Sharing`."""
 
     batch: int | torch.SymInt
     tokens: int | torch.SymInt
@@ -91,6 +92,9 @@ class Flows:
     values: dict[Node, Any] = field(default_factory=dict)
     operands: dict[Node, list[Node]] = field(default_factory=dict)
     written: set[Node] = field(default_factory=set)
+    counters: frozenset[sympy.Symbol] = frozenset()
+    zeros: set[sympy.Expr] = field(default_factory=set)
+    totals: set[sympy.Expr] = field(default_factory=set)
     _primes: dict[sympy.Symbol, int] = field(default_factory=dict)
     _numbers: dict[sympy.Expr, int] = field(default_factory=dict)
 
@@ -165,12 +169,20 @@ class Flows:
         """A flow whose values will be used as they are: an index is counted from the row's first token on."""
         if flow.offset is None:
             return flow
-        relative = sympy.expand(flow.offset - self.past)
+        relative, before = sympy.expand(flow.offset - self.past), self.past
         if not relative.is_Integer:
-            if any(flow.labels) or not flow.offset.is_Integer:
+            if not any(flow.labels) and flow.offset.is_Integer:
+                return replace(flow, offset=None, digest=digest("constant", int(flow.offset)))
+            relative, before = flow.offset.as_coeff_Add()
+            if not self.known_at_calls(before):
                 raise NotShared("positions are counted from the call's first token on")
-            return replace(flow, offset=None, digest=digest("constant", int(flow.offset)))
+        if before != 0:
+            self.totals.add(before)
         return replace(flow, offset=None, digest=digest("position", int(relative)))
+
+    def known_at_calls(self, size: sympy.Expr) -> bool:
+        """Whether an expression is one of numbers that the caller passes, at least of one."""
+        return bool(size.free_symbols) and size.free_symbols <= self.counters
 
     def made(self, node: Node, name: str, operands: Sequence[Flow], labels: Sequence[str], *facts: object) -> Flow:
         """The flow of a node with these labels, computed from `operands`; facts: what else says how."""

@@ -24,12 +24,14 @@ __all__ = ["AttentionFlows", "new_tokens"]
 class AttentionFlows:
     """The attentions of a graph whose caches all begin (creates) or are all extended.
 
-    mask: the input that hides tokens from all behind them, if an attention met one.
+    mask: the input that hides tokens from all behind them, if an attention met one. windows: of attentions that are
+    understood, see `Sharing`.
     """
 
     def __init__(self, state: GraphState, flows: Flows, creates: bool) -> None:
         self.state, self.flows, self.creates = state, flows, creates
         self.mask: Node | None = None
+        self.windows: dict[Node, int | None] = {}
         self.specs: dict[tuple[object, ...], MaskSpec] = {}
 
     def stored(self, site: CacheSite) -> Flow:
@@ -51,7 +53,8 @@ class AttentionFlows:
             return self._by_hand(site, site.by_hand)
         lead, order = (BATCH, ""), range(4)
         scale = site.scale if site.scale is not None else float(self.flows.size(shape(site.query)[3])) ** -0.5
-        facts = (int(self.flows.size(shape(site.query)[1])), scale, site.softcap, self._window(site, site.mask_node))
+        self.windows[site.node] = self._window(site, site.mask_node)
+        facts = (int(self.flows.size(shape(site.query)[1])), scale, site.softcap)
         return self._attended(site, site.query, order, lead, order, site.sinks, facts)
 
     def _by_hand(self, site: AttentionSite, found: HandWritten) -> Flow:
@@ -68,7 +71,8 @@ class AttentionFlows:
                 raise NotShared(f"what is added to the scores of {site.node.name} is not one mask")
             mask = step.tensor
         sinks = None if scores.sink is None else sink_logits(scores.sink, site.num_heads, scores.lead)
-        facts = (site.num_heads, scores.scale * site.key_scale, scores.softcap, self._window(site, mask))
+        self.windows[site.node] = self._window(site, mask)
+        facts = (site.num_heads, scores.scale * site.key_scale, scores.softcap)
         finite = any(step.kind == "show" and step.value != -math.inf for step in scores.bias)
         if finite and self.mask is not None:
             raise NotShared(f"a row of {site.node.name} that is hidden as a whole sees all tokens")
@@ -85,7 +89,7 @@ class AttentionFlows:
         facts: tuple[object, ...],
     ) -> Flow:
         """The flow of an attention's result. query_order, order: which of its own dimensions are [*lead, tokens, head
-        dim] of the query, and which of these each of the result's own is. facts: heads, scale, softcap, window."""
+        dim] of the query, and which of these each of the result's own is. facts: heads, scale, softcap."""
         assert site.key is not None and site.value is not None
         flows = self.flows
         labels = (*lead, TOKENS, "")
@@ -123,7 +127,11 @@ class AttentionFlows:
 
     def _is_past(self, offset: sympy.Expr, queries: int | torch.SymInt, keys: int | torch.SymInt) -> bool:
         before = self.flows.expr(keys) - self.flows.expr(queries)
-        return sympy.expand(offset.xreplace(dict(self.flows.equal)) - before) == 0
+        off_by = sympy.expand(offset.xreplace(dict(self.flows.equal)) - before)
+        if off_by != 0 and not self.creates and self.flows.known_at_calls(off_by):
+            self.flows.zeros.add(off_by)
+            return True
+        return off_by == 0
 
     def _proven(
         self, mask: Node | None, is_causal: bool, queries: int | torch.SymInt, keys: int | torch.SymInt

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from . import flow_ops, flow_shapes  # noqa: F401  (they register their handlers)
 from .attention import equal_lengths
-from .base import GraphState, Pass, Sharing
+from .base import CacheGroupSites, GraphState, Pass, Sharing
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_attention import AttentionFlows, new_tokens
 from .mask_effects import Writers
@@ -60,7 +60,10 @@ class _Proof:
         past = sympy.S.Zero
         if lead.past is not None:
             past = sympy.expand(expr(shape(lead.past)[lead.axes.index("S")]).xreplace(equal))
-        self.flows = Flows(lead.size("B"), lead.new_tokens, past, equal)
+        inputs = (node.meta.get("example_value") for node in state.placeholders)
+        integers = (expr(value) for value in inputs if isinstance(value, torch.SymInt))
+        counters = frozenset(symbol for value in integers for symbol in value.free_symbols)
+        self.flows = Flows(lead.size("B"), lead.new_tokens, past, equal, counters=counters)
         self.roles: dict[Node, str] = {}
         self.attend = AttentionFlows(state, self.flows, self.creates)
 
@@ -80,12 +83,24 @@ class _Proof:
                     flows.compute(node)
             except NotShared as reason:
                 flows.values[node] = reason
-        digests = []
-        for g, group in enumerate(self.state.groups):
-            digests += [digest(g, site.axes, self.attend.stored(site).digest) for site in group.sites]
-        return self._sharing(digest(*digests))
+        readers = list({id(site): site for node in graph.nodes if (site := attentions.get(node))}.values())
+        first = {id(cache): at for at, site in reversed([*enumerate(readers)]) for cache in (site.key, site.value)}
+        groups = self.state.groups
 
-    def _sharing(self, how: bytes) -> Sharing:
+        def since(group: CacheGroupSites) -> int:
+            return min(first.get(id(site), len(readers)) for site in group.sites)
+
+        placed = sorted(groups, key=since)
+        order = tuple(next(i for i, other in enumerate(placed) if other is group) for group in groups)
+        digests = []
+        for g, group in enumerate(placed):
+            sites = sorted(group.sites, key=lambda site: (first.get(id(site), len(readers)), site.role))
+            digests += [digest(g, site.axes, self.attend.stored(site).digest) for site in sites]
+        place = {id(site): g for g, group in enumerate(placed) for site in group.sites}
+        windows = tuple((place.get(id(site.key), 0), self.attend.windows.get(site.node)) for site in readers)
+        return self._sharing(digest(*digests), order, windows)
+
+    def _sharing(self, how: bytes, order: tuple[int, ...], windows: tuple[tuple[int, int | None], ...]) -> Sharing:
         visited = self._visited(new_tokens(site) for site in self.state.sites)
         writer = self._writer(visited)
         if writer is not None:
@@ -96,7 +111,10 @@ class _Proof:
         if not ids or self.flows.sizes(ids[0])[0] != self.flows.num_rows:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
+        zeros, totals = set(self.flows.zeros), set(self.flows.totals)
         results, last = self._results(role)
+        if not results:
+            self.flows.zeros, self.flows.totals = zeros, totals
         everything = visited | self._visited(self._returned())
         flows = (self.flows.values.get(node) for node in everything)
         counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
@@ -110,6 +128,10 @@ class _Proof:
             whole=tuple(node.name for node, kind in role.items() if kind == "whole"),
             digest=how,
             starts=self.creates and self.flows.num_tokens > 1,
+            order=order,
+            windows=windows,
+            zeros=tuple(sorted(self.flows.zeros, key=str)),
+            totals=tuple(sorted(self.flows.totals, key=str)),
             results=results,
             last=last,
         )

@@ -5,17 +5,19 @@ is kept) <- `group` (arenas behind the ids, and views of rows) <- `schedule` (a 
 `tiers` and `disk` (memory below the arenas) <- `storage` (what is where) <- `swap` (blocks that go and come back),
 `line` and `waiters` (who waits for memory) <- `budget` (who gets blocks, and at whose expense), `unshare` (what
 in-place writes must copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <-
-`manager` (steps, books) <- `lending` (rows of equal tokens, and `prefixes`, which names and finds their blocks).
+`manager` (steps, books) <- `lending` (rows of equal tokens; `prefixes` names their blocks, `search` finds those of a
+prompt).
 Beside them: `transfer` (copies under way), `ahead` (what will be used next), `census`, `counters` and `latency` (what
 `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """
 
 from .group import CacheGroup
-from .lending import Tokens, lend, settle
+from .lending import Lent, lend, settle
 from .manager import Manager, StepViews, manager
 from .policy import Policy
-from .prefixes import RowNames
+from .prefixes import RowNames, matter_within
 from .schedule import Schedule
+from .search import Tokens
 from .site import SiteSpec
 from .table import Row
 from .view import View
@@ -23,6 +25,7 @@ from .waiters import Preempted
 
 __all__ = [
     "CacheGroup",
+    "Lent",
     "Manager",
     "Policy",
     "Preempted",
@@ -35,5 +38,6 @@ __all__ = [
     "View",
     "lend",
     "manager",
+    "matter_within",
     "settle",
 ]

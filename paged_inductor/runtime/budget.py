@@ -168,6 +168,12 @@ class Budget:
     def _make_room(self, group: CacheGroup, wanted: Callable[[], int], rows: Sequence[Row]) -> bool:
         """Have `wanted()` free blocks in a group, as far as that can be had without waiting for others; whether more
         are free than before."""
+        pool, shortage = group.pool, wanted() - group.pool.num_free
+        behind = pool.index.num_behind
+        if shortage > 0 and behind - shortage >= pool.num_used:  # a window's past must not pile up while memory lasts
+            pool.evict_behind(shortage)
+            self._counters.evictions += shortage
+            return True
         if self._can_grow(group, wanted()):
             with self.resizing(group):  # the lock is not given up any more from here on
                 if self._grow(group, wanted()):

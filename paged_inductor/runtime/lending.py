@@ -6,29 +6,27 @@ names. Before a prompt is computed, `lend` makes a view of what of it is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from .group import CacheGroup
 from .manager import Manager
 from .policy import SYSTEM, Policy
 from .pool import OverQuota
-from .prefixes import BlockName, RowNames, child_digest, encode_key
+from .prefixes import BlockName, RowNames
+from .search import Search, Tokens
 from .table import Row, register
 from .tenants import Tenant
 from .view import View
 
-__all__ = ["Tokens", "lend", "settle"]
+__all__ = ["Lent", "lend", "settle"]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Consecutive tokens of one row. deviations: what else is given at a token, by position among `ids`, where it is
-    not the usual. hidden: those that a mask hides, by position in the row."""
+class Lent(NamedTuple):
+    """Views, one of each group, of the first `length` tokens of a batch's rows."""
 
-    ids: Sequence[int]
-    deviations: Mapping[int, bytes] = field(default_factory=dict)
-    hidden: Sequence[int] = ()
+    views: Sequence[View]
+    length: int
 
 
 def settle(manager: Manager, view: View, names: Sequence[RowNames | None], policy: Policy) -> None:
@@ -51,8 +49,9 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
             first = len(row.names.digests) if row.names is not None and policy.own != SYSTEM else 0
             if policy.shares:
                 row.names = known
-            for j in range(first, len(known.digests)):
-                own, digest = row.blocks[j], known.digests[j]
+            for at in range(max(first, row.skipped), len(known.digests)):
+                j = at - row.skipped
+                own, digest = row.blocks[j], known.digests[at]
                 if own < 0:  # swapped out since the step ended
                     continue
                 block = here.setdefault(digest, own)
@@ -61,8 +60,8 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
                     block = found
                 if block == own:
                     if policy.own is not None and own not in index:
-                        parent = known.digests[j - 1] if j else known.root
-                        index.add(own, BlockName(policy.own, digest, parent, known.keys[j], policy.priority))
+                        parent = known.digests[at - 1] if at else known.root
+                        index.add(own, BlockName(policy.own, digest, parent, known.keys[at], policy.priority))
                 elif _may_replace(group, row, j) and _replace(manager, group, row, j, block, policy):
                     replaced = True
                     private &= _private(row, j * size)
@@ -107,98 +106,69 @@ def lend(
     manager: Manager,
     groups: Sequence[CacheGroup],
     roots: Sequence[bytes],
+    kept: Sequence[int | None],
     prompts: Sequence[Tokens],
     longest: int,
     policy: Policy,
     label: str,
-) -> list[View] | None:
-    """Views, one of each group, of the tokens that all `prompts`, the rows of a batch, find in the index: as many from
-    the first on as every row does, but at most `longest`. None if that is none. roots: of the groups."""
+) -> Lent | None:
+    """Views of the tokens that all `prompts`, the rows of a batch, find in the index: as many from the first on as
+    every row does, but at most `longest`. None if that is none.
+
+    roots: of the groups. kept: how many of the last tokens each group's view shows at most; None for all.
+    """
     tenant = manager.tenants.current()
     with manager.locked():
-        rows = [
-            [_find(group, root, prompt, longest, policy) for prompt in prompts] for group, root in zip(groups, roots)
+        searches = [
+            [Search(group.pool.index, policy.scopes, root, prompt, group.block_size, most) for prompt in prompts]
+            for group, root, most in zip(groups, roots, kept)
         ]
-        length = min(found.length for group_rows in rows for found in group_rows)
+        length = _common_length(searches, kept, longest)
         manager.counters.prefix_queries += sum(min(len(prompt.ids), longest) for prompt in prompts)
         if length <= 0:
             return None
         manager.counters.prefix_hits += length * len(prompts)
         views: list[View] = []
-        for group, group_rows in zip(groups, rows):
-            made = _make_rows(manager, group, group_rows, length, tenant, policy)
-            if made is None:
+        for group, found, most in zip(groups, searches, kept):
+            rows = _make_rows(manager, group, found, length, tenant, policy)
+            if rows is None:
                 return None  # the views made so far die here
-            for row in made:
-                register(row, length)
-            views.append(View(group, tuple(made), (length,) * len(made), label, length, tenant))
-        return views
+            for row in rows:
+                register(row, row.length)
+            visible = length if most is None else min(length, most)
+            views.append(View(group, tuple(rows), tuple(row.length for row in rows), label, visible, tenant))
+        return Lent(views, length)
 
 
-@dataclass
-class _Found:
-    """A prompt's blocks in the index, how many of its tokens they hold, and these tokens' names."""
-
-    blocks: list[int]
-    length: int
-    names: RowNames
-
-
-def _find(group: CacheGroup, root: bytes, prompt: Tokens, longest: int, policy: Policy) -> _Found:
-    index, size = group.pool.index, group.block_size
-    ids, deviations = prompt.ids, prompt.deviations
-    blocks: list[int] = []
-    digests: list[bytes] = []
-    keys: list[bytes] = []
-    parent = root
-    for first in range(0, len(ids) - size + 1, size):
-        own = {at - first: v for at, v in deviations.items() if first <= at < first + size} if deviations else {}
-        key = encode_key(ids[first : first + size], own)
-        digest = child_digest(parent, key)
-        block = index.find(policy.scopes, digest)
-        if block is None:
-            break
-        blocks.append(block)
-        digests.append(digest)
-        keys.append(key)
-        parent = digest
-        if len(blocks) * size >= longest:
-            break
-    length = len(blocks) * size
-    hidden = tuple(at for at in prompt.hidden if at < length)
-    names = RowNames(root, tuple(digests), tuple(keys), hidden=hidden)
-    rest = ids[length : min(length + size, longest)]
-    if len(rest):
-        own = (
-            {at - length: v for at, v in deviations.items() if length <= at < length + len(rest)} if deviations else {}
-        )
-        partly = index.find_partly(policy.scopes, parent, rest, own, size)
-        if partly is not None:
-            block, count = partly
-            blocks.append(block)
-            own = {at: v for at, v in own.items() if at < count}
-            later = [at for at in prompt.hidden if length <= at < length + count]
-            names = names.extended(rest[:count], own, later, size)
-            length += count
-    return _Found(blocks, min(length, longest), names)
+def _common_length(searches: Sequence[Sequence[Search]], kept: Sequence[int | None], longest: int) -> int:
+    """How many tokens, at most `longest`, all of `searches` find."""
+    order = sorted(range(len(searches)), key=lambda g: kept[g] is not None)  # those that look from the front come first
+    length, before = longest, -1
+    while length != before:
+        before = length
+        for g in order:
+            for search in searches[g]:
+                length = search.longest(length)
+    return length
 
 
 def _make_rows(
-    manager: Manager, group: CacheGroup, found: Sequence[_Found], length: int, tenant: Tenant, policy: Policy
+    manager: Manager, group: CacheGroup, found: Sequence[Search], length: int, tenant: Tenant, policy: Policy
 ) -> list[Row] | None:
-    """Rows of `length` tokens in the found blocks; None if the tenant's quota does not suffice."""
+    """Rows that end with token `length` of the found prompts; None if the tenant's quota does not suffice."""
     pool, size = group.pool, group.block_size
     pool.account = tenant
     rows: list[Row] = []
     try:
         for each in found:
-            row = Row([], length)
+            skipped, blocks = each.blocks(length)
+            row = Row([], length - skipped * size, skipped=skipped)
             rows.append(row)
-            for block in each.blocks[: -(-length // size)]:
+            for block in blocks:
                 pool.share(block, manager.tenants.common)
                 pool.index.raise_priority(block, policy.priority)
                 row.blocks.append(block)
-            row.names = each.names.first(length, size)
+            row.names = each.names(length)
     except OverQuota:
         for row in rows:
             for block in reversed(row.blocks):

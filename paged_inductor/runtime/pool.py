@@ -184,6 +184,11 @@ class BlockPool:
             self._put_back(block)
         return count
 
+    def evict_behind(self, count: int) -> None:
+        """Make `count` cached blocks free that windows left behind."""
+        for _ in range(count):
+            self._put_back(self.index.evict_behind())
+
     def forget_names(self) -> None:
         """No block has a name any more; the cached ones are free."""
         self.evict(self.num_cached)

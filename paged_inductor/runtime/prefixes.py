@@ -15,7 +15,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import NamedTuple
 
-__all__ = ["BlockName", "PrefixIndex", "RowNames", "child_digest", "decode_key", "encode_key"]
+__all__ = ["BlockName", "PrefixIndex", "RowNames", "child_digest", "decode_key", "encode_key", "matter_within"]
 
 _ID_BYTES = 8
 _CHILDREN_TRIED = 64  # blocks that begin like a wanted one are looked for among that many
@@ -47,6 +47,12 @@ def child_digest(parent: bytes, key: bytes) -> bytes:
     return sha256(parent + key).digest()
 
 
+def matter_within(windows: Sequence[int | None], length: int) -> tuple[int | None, ...]:
+    """`windows`, without those that hide nothing from any of the first `length` tokens; empty if these are all."""
+    found = tuple(window if window is not None and window < length else None for window in windows)
+    return found if any(window is not None for window in found) else ()
+
+
 class BlockName(NamedTuple):
     """What the index knows of a block. scope: who may find it. priority: who is evicted last: higher is more. tail:
     if only its first tokens are known, how many; then it goes before all others."""
@@ -68,7 +74,8 @@ class RowNames(NamedTuple):
     """The known tokens of a row, from its first one on: the digests and keys of the full blocks, and what comes behind.
 
     tail: ids behind the last full block. deviations: of the tail, by position in it. hidden: positions in the row that
-    a mask hides from all tokens behind them.
+    a mask hides from all tokens behind them. windows: of each attention of the model, how many tokens each sees, itself
+    included; None if all up to itself, or if fewer tokens are known; empty if that holds for all.
     """
 
     root: bytes
@@ -77,6 +84,7 @@ class RowNames(NamedTuple):
     tail: tuple[int, ...] = ()
     deviations: Mapping[int, bytes] = {}
     hidden: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
 
     def length(self, block_size: int) -> int:
         """How many tokens are known."""
@@ -94,12 +102,19 @@ class RowNames(NamedTuple):
             ids, deviations = decode_key(self.keys[full], block_size)
             tail = tuple(ids)
         deviations = {at: value for at, value in deviations.items() if at < rest}
-        return RowNames(self.root, self.digests[:full], self.keys[:full], tail[:rest], deviations, hidden)
+        windows = matter_within(self.windows, length)
+        return RowNames(self.root, self.digests[:full], self.keys[:full], tail[:rest], deviations, hidden, windows)
 
     def extended(
-        self, ids: Sequence[int], deviations: Mapping[int, bytes], hidden: Sequence[int], block_size: int
+        self,
+        ids: Sequence[int],
+        deviations: Mapping[int, bytes],
+        hidden: Sequence[int],
+        block_size: int,
+        windows: tuple[int | None, ...] = (),
     ) -> RowNames:
-        """With more tokens behind. deviations: by position among `ids`; hidden: by position in the row."""
+        """With more tokens behind. deviations: by position among `ids`; hidden: by position in the row; windows: of all
+        tokens from now on."""
         left = len(self.tail)
         tokens = [*self.tail, *ids]
         extra = dict(self.deviations)
@@ -114,7 +129,8 @@ class RowNames(NamedTuple):
             digests.append(parent)
             keys.append(key)
         rest = {at - full: value for at, value in extra.items() if at >= full}
-        return RowNames(self.root, tuple(digests), tuple(keys), tuple(tokens[full:]), rest, (*self.hidden, *hidden))
+        hidden = (*self.hidden, *hidden)
+        return RowNames(self.root, tuple(digests), tuple(keys), tuple(tokens[full:]), rest, hidden, windows)
 
 
 class PrefixIndex:
@@ -129,6 +145,8 @@ class PrefixIndex:
         self._names: dict[int, BlockName] = {}
         self._children: dict[tuple[Hashable, bytes], dict[int, None]] = {}
         self._cached: dict[float, dict[int, None]] = {}  # by worth, the least recently used first
+        self._left: set[int] = set()  # windows have moved on from these
+        self._behind: dict[int, None] = {}  # those of them that are cached, in the order in which they became so
 
     def __contains__(self, block: int) -> bool:
         """Whether the block has a name: its tokens must stay as they are."""
@@ -141,6 +159,16 @@ class PrefixIndex:
     def num_cached(self) -> int:
         """Named blocks without owners."""
         return sum(map(len, self._cached.values()))
+
+    @property
+    def num_behind(self) -> int:
+        """Cached blocks that a window left behind, and nobody has used since."""
+        return len(self._behind)
+
+    def leave_behind(self, block: int) -> None:
+        """A window has moved on from a block with owners."""
+        if block in self._names:
+            self._left.add(block)
 
     def name(self, block: int) -> BlockName:
         """The name of a block that has one."""
@@ -194,6 +222,7 @@ class PrefixIndex:
         name = self._names.pop(block, None)
         if name is None:
             return
+        self._left.discard(block)
         del self._found[name.scope][name.digest]
         if not self._found[name.scope]:
             del self._found[name.scope]
@@ -215,10 +244,14 @@ class PrefixIndex:
         if name is None:
             return False
         self._cached.setdefault(name.worth, {})[block] = None
+        if block in self._left:
+            self._behind[block] = None
         return True
 
     def unpark(self, block: int) -> None:
         """A cached block gets an owner, or is about to be forgotten."""
+        self._behind.pop(block, None)
+        self._left.discard(block)
         worth = self._names[block].worth
         cached = self._cached[worth]
         del cached[block]
@@ -242,10 +275,16 @@ class PrefixIndex:
                 chosen = block
                 break
         chosen = first if chosen is None else chosen
-        if chosen is not None:
-            self.unpark(chosen)
-            self.forget(chosen)
-        return chosen
+        return None if chosen is None else self._evicted(chosen)
+
+    def evict_behind(self) -> int:
+        """Forget the first block that a window left behind. Obligation: `num_behind`."""
+        return self._evicted(next(iter(self._behind)))
+
+    def _evicted(self, block: int) -> int:
+        self.unpark(block)
+        self.forget(block)
+        return block
 
     def check(self) -> list[str]:
         """Inconsistencies among the index's own tables, as sentences (empty when sound)."""
@@ -256,9 +295,10 @@ class PrefixIndex:
         children = {block: parent for parent, blocks in self._children.items() for block in blocks}
         if children != {block: (name.scope, name.parent) for block, name in self._names.items()}:
             faults.append("the index lists other children than the names say")
-        for block in self.cached():
-            if block not in self._names:
-                faults.append(f"block {block} is cached and has no name")
+        cached = set(self.cached())
+        faults += [f"block {block} is cached and has no name" for block in cached if block not in self._names]
+        if set(self._behind) != cached & self._left or not self._left <= self._names.keys():
+            faults.append("the blocks that windows left behind are others than those that are cached")
         return faults
 
 

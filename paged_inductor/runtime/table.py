@@ -50,26 +50,46 @@ class Row:
     """One sequence: its physical blocks, its length in tokens, and the lengths that live views see.
 
     `live` maps a visible length to the number of (view, batch position) pairs that see that many tokens. `away`: some
-    of the blocks may be swapped. `names` are those of its first tokens, as far as they are known (see `lending`); None
-    if nothing is known. `stamps` are the blocks' generations from when they were put here, as far as the sanitizer
-    noted them; None without one. `lineage`: of the row that this one was forked from, or a new one.
+    of the blocks may be swapped. `skipped` blocks were left out at its front: it begins behind their tokens. `names`
+    are those of its first tokens (the skipped ones included), as far as they are known (see `lending`); None if nothing
+    is known. `stamps` are the blocks' generations from when they were put here, as far as the sanitizer noted them;
+    None without one. `lineage`: of the row that this one was forked from, or a new one. `superseded`: a window moved
+    on from it, to a row that has its last tokens, too.
     """
 
-    __slots__ = ("__weakref__", "away", "blocks", "length", "lineage", "live", "names", "stamps")
+    __slots__ = (
+        "__weakref__",
+        "away",
+        "blocks",
+        "length",
+        "lineage",
+        "live",
+        "names",
+        "skipped",
+        "stamps",
+        "superseded",
+    )
 
-    def __init__(self, blocks: list[int], length: int, away: bool = False, lineage: Lineage | None = None) -> None:
+    def __init__(
+        self, blocks: list[int], length: int, away: bool = False, lineage: Lineage | None = None, skipped: int = 0
+    ) -> None:
         self.blocks = blocks
         self.length = length
+        self.skipped = skipped
         self.away = away
         self.lineage = lineage or Lineage()
         self.live: dict[int, int] = {}
         self.names: RowNames | None = None
         self.stamps: list[int] | None = None
+        self.superseded = False
 
     def forget_names(self, length: int, block_size: int) -> None:
         """Tokens from `length` on are about to be written: what is known of them is not true any more."""
-        if self.names is not None:
-            self.names = self.names.first(length, block_size)
+        self.names = self.first_names(length, block_size)
+
+    def first_names(self, length: int, block_size: int) -> RowNames | None:
+        """What is known of the first `length` tokens and those left out before them."""
+        return self.names and self.names.first(self.skipped * block_size + length, block_size)
 
 
 def register(row: Row, length: int) -> None:
@@ -113,6 +133,7 @@ def fork_row(
     blocks are left out: the new row begins behind them. The new row is not registered. On `OutOfBlocks` nothing stays
     allocated.
     """
+    names = row.first_names(min(length, first) if first < stop else length, block_size)
     blocks = row.blocks[skip : -(-length // block_size)]
     length, first, stop = (max(0, token - skip * block_size) for token in (length, first, stop))
     fresh: dict[int, int] = {}
@@ -129,9 +150,8 @@ def fork_row(
             blocks[j] = fresh[j]
         else:
             pool.retain(block)
-    result = Row(blocks, length, row.away, row.lineage)
-    if row.names is not None and not skip:
-        result.names = row.names.first(min(length, first) if first < stop else length, block_size)
+    result = Row(blocks, length, row.away, row.lineage, row.skipped + skip)
+    result.names = names
     return result
 
 

@@ -13,17 +13,18 @@ __all__ = ["keep_tail"]
 def keep_tail(row: Row, length: int, pool: BlockPool, policy: Policy, block_size: int) -> None:
     """A view of `length` tokens of `row` is about to be unregistered: name the partly filled block that is given back
     then, so that the pool keeps it, if its tokens are known and nothing that is cached begins with all of them."""
-    if row.names is None or policy.own is None or row.live[length] > 1 or length != row.length:
+    if row.names is None or row.superseded or policy.own is None or row.live[length] > 1 or length != row.length:
         return
-    known = row.names.first(length, block_size)
-    j, tail = len(known.digests), known.tail
+    known = row.names.first(row.skipped * block_size + length, block_size)
+    full, tail = len(known.digests), known.tail
+    j = full - row.skipped
     longest = max((seen for seen in row.live if seen != length), default=0)
-    if not tail or longest > j * block_size:
+    if not tail or j < 0 or longest > j * block_size:
         return
     block, index = row.blocks[j], pool.index
     if block < 0 or pool.refcount(block) != 1 or block in index:
         return
-    parent = known.digests[-1] if j else known.root
+    parent = known.digests[-1] if full else known.root
     if j and index.find(policy.scopes, parent) is None:  # nobody would come by
         return
     key = encode_key(tail, known.deviations)

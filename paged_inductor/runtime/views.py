@@ -125,6 +125,10 @@ class Views(Ledger):
             return blocks_needed(rows, lengths, count, group.pool, block_size, skips)
 
         new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant)
+        for row, skip in zip(rows, skips):
+            for block in row.blocks[:skip]:
+                group.pool.index.leave_behind(block)
+            row.superseded |= skip > 0
         view = View(group, new_rows, new_lengths, label, length + count, tenant)
         if parent is not None and not any(skips) and (schedule := self._take_schedule(parent)):
             schedule.advance(count, changes)

@@ -42,6 +42,7 @@ SITES = [
     (SiteSpec(2, 8, torch.float32, CPU, True), SiteSpec(2, 8, torch.float32, CPU)),
     (SiteSpec(1, 8, torch.float32, CPU),),
 ]
+KEPT = (None, 11)  # how many of the last tokens a cache shows of each group
 SHARES = {"a": "none", "b": "none", "c": "system", "d": "tenant", "e": "tenant", "f": "global", "g": "global"}
 SIZE, BLOCKS, MAX_CACHES, MAX_TOKENS = 8, 40, 8, 60
 some = st.randoms(use_true_random=False)
@@ -107,16 +108,18 @@ class SystemMachine(RuleBasedStateMachine):
         for row in view.rows:
             for at in range(old, len(ids)):
                 for s, arena in enumerate(view.group.arenas):
-                    arena[row.blocks[at // SIZE], :, at % SIZE] = self.number(ids, at) + s / 4
+                    arena[row.blocks[at // SIZE - row.skipped], :, at % SIZE] = self.number(ids, at) + s / 4
 
     def right(self, cache: Cache) -> None:
-        """All tokens of a cache that is in place."""
+        """All tokens of a cache that is in place and shown."""
+        stop = len(cache.ids)
         for view in cache.views:
-            for row in view.rows:
+            for row, seen in zip(view.rows, view.lengths):
+                assert seen == stop - row.skipped * SIZE
                 for s, arena in enumerate(view.group.arenas):
-                    shown = arena[row.blocks].transpose(1, 2).flatten(0, 1)[: len(cache.ids)]
-                    wanted = torch.tensor([self.number(cache.ids, at) + s / 4 for at in range(len(cache.ids))])
-                    assert torch.equal(shown, wanted[:, None, None].expand_as(shown))
+                    shown = arena[row.blocks].transpose(1, 2).flatten(0, 1)[seen - view.length : seen]
+                    wanted = [self.number(cache.ids, at) + s / 4 for at in range(stop - view.length, stop)]
+                    assert torch.equal(shown, torch.tensor(wanted)[:, None, None].expand_as(shown))
 
     def grown(self, cache: Cache, ids: list[int], batch: int, registering: bool = False) -> Cache:
         """A step: `cache`, whose views may be none, with more tokens. As a compiled program does it."""
@@ -142,6 +145,9 @@ class SystemMachine(RuleBasedStateMachine):
                 else:
                     names.append(None)
             settle(self.runtime, view, names, policy)
+            kept = KEPT[g]
+            if kept is not None and view.length > kept:
+                views[g] = self.runtime.suffix(view, kept)
         return Cache(cache.tenant, views, longer)
 
     room = precondition(lambda self: len(self.caches) < MAX_CACHES)
@@ -158,9 +164,10 @@ class SystemMachine(RuleBasedStateMachine):
             try:
                 if policy.shares:
                     roots = [self.root(g) for g in range(len(self.groups))]
-                    views = lend(self.runtime, self.groups, roots, [Tokens(ids)] * batch, len(ids) - 1, policy, "lent")
-                    if views is not None:
-                        start = Cache(tenant, views, ids[: views[0].length])
+                    prompts = [Tokens(ids)] * batch
+                    lent = lend(self.runtime, self.groups, roots, KEPT, prompts, len(ids) - 1, policy, "lent")
+                    if lent is not None:
+                        start = Cache(tenant, list(lent.views), ids[: lent.length])
                 self.caches.append(self.grown(start, ids[len(start.ids) :], batch))
             except KVBudgetExceeded:
                 pass
@@ -204,8 +211,14 @@ class SystemMachine(RuleBasedStateMachine):
     def crop(self, random: Random, where: float) -> None:
         cache = self.pick(random)
         length = int(where * len(cache.ids))
+        less = len(cache.ids) - length
+        if any(view.length < less for view in cache.views):  # a window has lost these tokens
+            return
         with self.acting(cache.tenant):
-            views = [self.runtime.derive(v, v.rows, (length,) * len(v.rows), length) for v in cache.views]
+            views = [
+                self.runtime.derive(view, view.rows, [seen - less for seen in view.lengths], view.length - less)
+                for view in cache.views
+            ]
         self.caches.append(Cache(cache.tenant, views, cache.ids[:length]))
 
     @some_cache
@@ -306,7 +319,8 @@ class SystemMachine(RuleBasedStateMachine):
         for cache in self.caches:
             for g, view in enumerate(cache.views):
                 for row in view.rows:
-                    for j, block in enumerate(row.blocks[: -(-len(cache.ids) // SIZE)]):
+                    seen = len(cache.ids) - row.skipped * SIZE
+                    for j, block in enumerate(row.blocks[: -(-seen // SIZE)], row.skipped):
                         owners.setdefault((g, block), []).append((cache, j))
         for (first, j), *others in owners.values():
             for other, _ in others:
@@ -344,7 +358,7 @@ def test_the_machine_notices_a_wrong_token() -> None:
     machine.begin(0, False)
     machine.prompt("d", [0, 1] * 8, [1], 1)
     machine.sound()
-    machine.groups[1].arenas[0][machine.caches[0].views[1].rows[0].blocks[0], 0, 3] += 1
+    machine.groups[1].arenas[0][machine.caches[0].views[1].rows[0].blocks[1], 0, 3] += 1
     with pytest.raises(AssertionError):
         machine.sound()
     machine.runtime._ahead._executor.shutdown()
