@@ -16,6 +16,7 @@ from .known import known_tensors
 from .mask_effects import Writers
 from .masks import MaskSpec, prove_mask
 from .products import Product
+from .symbols import decided_extremes
 from .tensors import argument, expr, hint, is_call, is_tensor, same_size, shape
 
 __all__ = ["LinkAttention", "MatchAttention", "ProveMasks", "equal_lengths"]
@@ -208,7 +209,9 @@ class ProveMasks(Pass):
     def apply(self, state: GraphState) -> int:
         proven = 0
         specs: dict[tuple[object, ...], MaskSpec] = {}  # layers share their masks
-        facts = (equal_lengths(state), known_tensors(state))
+        equal = equal_lengths(state)
+        equal |= {extreme: size.xreplace(equal) for extreme, size in decided_extremes(state.gm.graph).items()}
+        facts = (equal, known_tensors(state))
         for attention in state.attentions:
             if not attention.paged or attention.key is None or attention.key.kind == "create":
                 continue

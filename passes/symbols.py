@@ -12,12 +12,12 @@ from torch import SymInt
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 from .tensors import expr
 
-__all__ = ["UnknownSize", "fake_like", "fresh_size", "size_node"]
+__all__ = ["UnknownSize", "decided_extremes", "fake_like", "fresh_size", "size_node"]
 
 
 class UnknownSize(Exception):
@@ -64,12 +64,13 @@ def _emit(graph: Graph, value: sympy.Expr, inputs: dict[sympy.Expr, Node]) -> in
     return result
 
 
+_MAXIMA, _MINIMA = (sympy.Max, Max), (sympy.Min, Min)
 _FUNCTIONS: dict[type, Callable[[Any, Any], Any]] = {
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,
     FloorDiv: operator.floordiv,
-    **dict.fromkeys((sympy.Max, Max), torch.sym_max),
-    **dict.fromkeys((sympy.Min, Min), torch.sym_min),
+    **dict.fromkeys(_MAXIMA, torch.sym_max),
+    **dict.fromkeys(_MINIMA, torch.sym_min),
 }
 
 
@@ -87,3 +88,21 @@ def fake_like(
     """A fake tensor of `mode` for a new input; strides in elements."""
     with mode:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def decided_extremes(graph: Graph) -> dict[sympy.Expr, sympy.Expr]:
+    """The maxima and minima of two sizes, among those in the graph, of which its guards say which one they are."""
+    decided: dict[sympy.Expr, sympy.Expr] = {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, SymInt):
+            continue
+        for extreme in value.node.expr.atoms(*_MAXIMA, *_MINIMA) - decided.keys():
+            if len(extreme.args) != 2:
+                continue
+            a, b = (value.node.shape_env.create_symintnode(arg, hint=None) for arg in extreme.args)
+            if statically_known_true(a >= b):
+                decided[extreme] = extreme.args[0 if isinstance(extreme, _MAXIMA) else 1]
+            elif statically_known_true(a <= b):
+                decided[extreme] = extreme.args[1 if isinstance(extreme, _MAXIMA) else 0]
+    return decided

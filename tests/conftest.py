@@ -4,12 +4,15 @@ import gc
 import itertools
 import os
 import sys
+from collections.abc import Iterator
+from unittest import mock
 
 # `pytest -m gpu` compiles the kernels, all else interprets them. Other conftest files import triton, so that pytest's
 # own hooks would come too late.
 if ("-m", "gpu") not in itertools.pairwise(sys.argv):
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _common = {
@@ -23,7 +26,27 @@ settings.register_profile("fuzz", max_examples=4000, stateful_step_count=60, **_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported is left out of all garbage collections from here on, of which tests ask for many."""
+@pytest.fixture(autouse=True, scope="module")
+def thawed() -> None:
+    """Other modules' compiled code is dropped. What was imported, or outlives it, is left out of garbage collections,
+    of which tests ask for many."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def eager_formula() -> Iterator[None]:
+    """Decode on the CPU by the torch formula, not by what Inductor makes of it: seconds for each kind of arguments.
+
+    tests/ops compares the formula and the compiled code with references; tests/models/test_smollm2.py and the modules
+    that override `formula` use the compiled one end to end.
+    """
+    from paged_inductor.ops.decode import decode_formula
+
+    with mock.patch(
+        "paged_inductor.ops.decode._formula", lambda kind, tensors, constants: decode_formula(*tensors, *constants)
+    ):
+        yield

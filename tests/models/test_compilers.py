@@ -15,6 +15,11 @@ from paged_inductor.inner import INNER_COMPILERS
 from .zoo import Decoder, Form, generate
 
 
+@pytest.fixture
+def formula() -> None:
+    """Compiled code."""
+
+
 @pytest.mark.parametrize("inner", INNER_COMPILERS)
 def test_same_tokens_with_every_inner_compiler(inner: str) -> None:
     torch.manual_seed(1)

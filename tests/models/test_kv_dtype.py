@@ -25,6 +25,11 @@ FORMS = [Form(), Form(layout="BSHD", mask="none_or_is_causal", gqa="expand"), Fo
 NAMES = list(KV_DTYPES)
 
 
+@pytest.fixture
+def formula() -> None:
+    """Compiled code that reads codes."""
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     yield
@@ -93,6 +98,7 @@ def test_tokens_are_stored_within_half_a_step(name: str, share: float) -> None:
         assert not torch.equal(paged.dense(), dense)
 
 
+@pytest.mark.usefixtures("eager_formula")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory(dtype: torch.dtype) -> None:
     form = Form()

@@ -25,6 +25,12 @@ from paged_inductor import PagedTensor, SavedCacheError, persist
 from .test_stacked import OneTensor
 from .zoo import Decoder, Form, generate
 
+
+@pytest.fixture
+def formula() -> None:
+    """Compiled code, as in the other processes that these tests start."""
+
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -99,8 +99,6 @@ class Pair:
 
 @pytest.fixture(autouse=True)
 def sharing() -> Any:
-    torch._dynamo.reset()
-    paged_inductor.reset()
     with paged_inductor.tenant(f"plain {next(_numbers)}", share="tenant"):
         yield
 

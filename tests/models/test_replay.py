@@ -257,6 +257,38 @@ def test_windows_and_counts_of_tokens_beside_full_layers(calls: list[tuple[Any, 
     assert stats().graph_recordings <= 2 + stats().arena_growths
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_windows_alone_in_fifty_steps(padded: bool, calls: list[tuple[Any, ...]]) -> None:
+    """Mistral's masks are made of the count of tokens seen, of which the full window is a part that stays as it is."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 12}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    prompt = torch.randint(3, 97, (2, 7))
+    mask = torch.ones_like(prompt)
+    mask[1, : 3 * padded] = 0
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+    options |= {"min_new_tokens": 52, "max_new_tokens": 52}
+    expected = model.generate(prompt, **options)
+    growths = stats().arena_growths
+    tokens = paged_inductor.page(model, **MODE).generate(prompt, **options)
+    assert torch.equal(tokens, expected)
+    assert len(calls) == 50  # the first step is captured for its length alone
+    full = calls[-40:]  # of one graph
+    growths = stats().arena_growths - growths
+    assert len({tuple(type(value) for value in inputs) for inputs in full}) == 1
+    assert changes([addresses(inputs, lambda value: value.dim() == 0) for inputs in full]) == 0
+    arenas = [addresses(inputs, lambda value: value.dim() == 4 and value.is_floating_point()) for inputs in full]
+    assert len(arenas[0]) == 4 and changes(arenas) <= growths
+    assert changes([tuple(value for value in inputs if isinstance(value, int)) for inputs in full]) <= growths
+    assert stats().graph_recordings <= 4 + growths  # of four graphs
+
+
 class Counting(Decoder):
     """Returns how many tokens it has seen, too."""
 

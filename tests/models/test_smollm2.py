@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -12,22 +12,39 @@ import torch
 import paged_inductor
 import smollm2
 from paged_inductor.compare import Generation, cache_tensors
+from paged_inductor.monitor import Stats
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process loads and compiles the model
 
 SHORT = 12
 MODES = {mode.name: replace(mode, new_tokens=min(mode.new_tokens, SHORT)) for mode in smollm2.MODES}
 MODES["prompt lookup"] = replace(MODES["prompt lookup"], new_tokens=24)
+# Two of its prompts, the second one long, and four beams for each.
+MODES["padded beams"] = replace(
+    MODES["padded batch"],
+    name="padded beams",
+    prompts=MODES["padded batch"].prompts[1:],
+    options={"do_sample": False, "num_beams": 4},
+)
 if os.environ.get("HYPOTHESIS_PROFILE") != "fuzz":  # small models do all six ways in test_hf_loops: make fuzz does here
-    MODES = {name: MODES[name] for name in ("greedy", "4 beams", "padded batch")}
+    MODES = {name: MODES[name] for name in ("greedy", "padded beams")}
 
 
 @dataclass
 class Pair:
-    """The paged model, and what it generated when it was dense."""
+    """The paged model, what it generated when it was dense, and what it generates."""
 
     chat: smollm2.Chat
     dense: dict[str, Generation]
+
+    _paged: dict[str, tuple[Generation, Stats, Stats]] = field(default_factory=dict)
+
+    def paged(self, name: str) -> tuple[Generation, Stats, Stats]:
+        """What it generates in a mode, and the statistics before and after."""
+        if name not in self._paged:
+            before = paged_inductor.stats()
+            self._paged[name] = self.chat.run(MODES[name])[0], before, paged_inductor.stats()
+        return self._paged[name]
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +68,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("name", MODES)
 def test_tokens_equal_the_dense_models(pair: Pair, name: str) -> None:
-    before = paged_inductor.stats()
-    generation, _ = pair.chat.run(MODES[name])
-    after = paged_inductor.stats()
+    generation, before, after = pair.paged(name)
     assert generation.tokens == pair.dense[name].tokens
     tensors = cache_tensors(generation.cache)
     assert len(tensors) == 60
@@ -65,19 +80,19 @@ def test_tokens_equal_the_dense_models(pair: Pair, name: str) -> None:
 
 
 def test_keys_and_values_equal_the_dense_models(pair: Pair) -> None:
-    generation, _ = pair.chat.run(MODES["padded batch"])
-    for ours, theirs in zip(cache_tensors(generation.cache), cache_tensors(pair.dense["padded batch"].cache)):
+    generation, _, _ = pair.paged("padded beams")
+    for ours, theirs in zip(cache_tensors(generation.cache), cache_tensors(pair.dense["padded beams"].cache)):
         torch.testing.assert_close(ours.dense(), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_beams_share_the_prompts_pages(pair: Pair) -> None:
-    generation, _ = pair.chat.run(MODES["4 beams"])
+    generation, _, _ = pair.paged("padded beams")
     assert max(books.shared_blocks for books in generation.watch.books) >= 7  # of the prompt of over 112 tokens
-    assert generation.kv_bytes < pair.dense["4 beams"].kv_bytes / 2
+    assert generation.kv_bytes < pair.dense["padded beams"].kv_bytes / 2
 
 
 def test_every_layer_is_paged_in_every_graph(pair: Pair) -> None:
-    pair.chat.run(MODES["greedy"])
+    pair.paged("greedy")
     explanation = paged_inductor.explain(pair.chat.model)
     assert len(explanation.graphs) >= 3
     for graph in explanation.graphs:

@@ -19,6 +19,12 @@ from paged_inductor.tensor.adopt import refusal
 
 from .static_zoo import FORMS, generate
 
+
+@pytest.fixture
+def formula() -> None:
+    """Compiled code, whose sums are closer to the dense model's."""
+
+
 LENGTH = 64
 GPT_FAST = FORMS[0]
 

@@ -13,6 +13,11 @@ from paged_inductor.runtime import manager
 from .zoo import Decoder, Form, generate
 
 
+@pytest.fixture
+def formula() -> None:
+    """Compiled code, which threads compile at the same time."""
+
+
 def test_threads_and_models_share_one_pool() -> None:
     torch.manual_seed(11)
     models = [Decoder(Form()), Decoder(Form(layout="BSHD", gqa="expand"))]

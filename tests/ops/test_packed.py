@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,21 +13,11 @@ from torch import Tensor
 from paged_inductor import ops
 from paged_inductor._layout import KV_DTYPES, arena_layout, head_dim, is_packed, unpack
 from paged_inductor.kernels import reference
-from paged_inductor.ops.decode import decode_formula
 
 from .pages import Pages, random_pages
 from .test_ops import MASKS, extras, masks
 
-
-@pytest.fixture(autouse=True)
-def eager_formula() -> Iterator[None]:
-    """Decode without a compilation for each kind of arguments."""
-
-    def run(kind: Hashable, tensors: Sequence[Tensor | None], constants: tuple[Any, ...]) -> Tensor:
-        return decode_formula(*tensors, *constants)
-
-    with mock.patch("paged_inductor.ops.decode._formula", run):
-        yield
+pytestmark = pytest.mark.usefixtures("eager_formula")
 
 
 def packed(arena: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -230,12 +230,6 @@ def loop(attend: Attend, compiled: bool, steps: tuple[int, ...]) -> tuple[list[T
     return outputs, paged_inductor.reports.published(label)[1:]
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    paged_inductor.reset()
-
-
 @pytest.mark.parametrize(
     ("name", "steps"),
     [

@@ -83,9 +83,6 @@ def loop(run: Callable[..., Any], sizes: tuple[int, ...]) -> tuple[list[Tensor],
     ],
 )
 def test_flex_attention(score_mod: Any, block_size: int, reads_lse: bool, reason: str) -> None:
-    torch._dynamo.reset()
-    paged_inductor.reset()
-
     def run(x: Tensor, past: Any) -> tuple[Tensor, Any]:
         return step(score_mod, block_size, reads_lse, x, past)
 

@@ -64,12 +64,6 @@ def reasons(model: Decoder, ids: Tensor, extra: Any = None, steps: int = 1) -> l
     return [graph.sharing for graph in graphs]
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    paged_inductor.reset()
-
-
 def prompt(rows: int = 2) -> Tensor:
     return torch.arange(rows * COUNT).view(rows, COUNT) % VOCAB
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from ..models.conftest import fresh  # noqa: F401
+from ..models.conftest import formula, fresh  # noqa: F401
