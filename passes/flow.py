@@ -83,7 +83,8 @@ class Flows:
     """The flows of a graph's nodes. batch, tokens: the sizes of a call: rows, and new tokens per row. past: how many
     tokens the caches held before. equal: symbols that are known to equal an expression. values, operands: of nodes:
     their flows, and what these come from. written: nodes that write in place, which are understood. counters: symbols
-    of integer inputs. zeros, totals: assumptions, see `Sharing`."""
+    of integer inputs. assumed: for the flow of each node (None: of those looked at from outside), what must be as the
+    fields "zeros" and "totals" of `Sharing` say. current: the node whose flow is being found."""
 
     batch: int | torch.SymInt
     tokens: int | torch.SymInt
@@ -93,8 +94,8 @@ class Flows:
     operands: dict[Node, list[Node]] = field(default_factory=dict)
     written: set[Node] = field(default_factory=set)
     counters: frozenset[sympy.Symbol] = frozenset()
-    zeros: set[sympy.Expr] = field(default_factory=set)
-    totals: set[sympy.Expr] = field(default_factory=set)
+    assumed: dict[Node | None, set[tuple[str, sympy.Expr]]] = field(default_factory=dict)
+    current: Node | None = None
     _primes: dict[sympy.Symbol, int] = field(default_factory=dict)
     _numbers: dict[sympy.Expr, int] = field(default_factory=dict)
 
@@ -177,8 +178,12 @@ class Flows:
             if not self.known_at_calls(before):
                 raise NotShared("positions are counted from the call's first token on")
         if before != 0:
-            self.totals.add(before)
+            self.assume("totals", before)
         return replace(flow, offset=None, digest=digest("position", int(relative)))
+
+    def assume(self, kind: str, size: sympy.Expr) -> None:
+        """The current node's flow is right if `size` is what the field `kind` of `Sharing` says."""
+        self.assumed.setdefault(self.current, set()).add((kind, size))
 
     def known_at_calls(self, size: sympy.Expr) -> bool:
         """Whether an expression is one of numbers that the caller passes, at least of one."""

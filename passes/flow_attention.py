@@ -129,7 +129,7 @@ class AttentionFlows:
         before = self.flows.expr(keys) - self.flows.expr(queries)
         off_by = sympy.expand(offset.xreplace(dict(self.flows.equal)) - before)
         if off_by != 0 and not self.creates and self.flows.known_at_calls(off_by):
-            self.flows.zeros.add(off_by)
+            self.flows.assume("zeros", off_by)
             return True
         return off_by == 0
 

@@ -72,6 +72,7 @@ class _Proof:
         flows, graph = self.flows, self.state.gm.graph
         attentions = {node: site for site in self.state.attentions for node in (site.node, site.result)}
         for node in graph.nodes:
+            flows.current = node
             try:
                 if node.op == "placeholder":
                     self._input(node)
@@ -83,6 +84,7 @@ class _Proof:
                     flows.compute(node)
             except NotShared as reason:
                 flows.values[node] = reason
+        flows.current = None
         readers = list({id(site): site for node in graph.nodes if (site := attentions.get(node))}.values())
         first = {id(cache): at for at, site in reversed([*enumerate(readers)]) for cache in (site.key, site.value)}
         groups = self.state.groups
@@ -111,10 +113,12 @@ class _Proof:
         if not ids or self.flows.sizes(ids[0])[0] != self.flows.num_rows:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
-        zeros, totals = set(self.flows.zeros), set(self.flows.totals)
+        outside = set(self.flows.assumed.get(None, ()))
         results, last = self._results(role)
         if not results:
-            self.flows.zeros, self.flows.totals = zeros, totals
+            self.flows.assumed[None] = outside
+        used = {None, *visited, *(self._visited(self._returned()) if results else ())}
+        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)), key=str)
         everything = visited | self._visited(self._returned())
         flows = (self.flows.values.get(node) for node in everything)
         counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
@@ -130,8 +134,8 @@ class _Proof:
             starts=self.creates and self.flows.num_tokens > 1,
             order=order,
             windows=windows,
-            zeros=tuple(sorted(self.flows.zeros, key=str)),
-            totals=tuple(sorted(self.flows.totals, key=str)),
+            zeros=tuple(size for kind, size in assumed if kind == "zeros"),
+            totals=tuple(size for kind, size in assumed if kind == "totals"),
             results=results,
             last=last,
         )
