@@ -119,6 +119,9 @@ class AttentionFlows:
             if not spec.padding or spec.columns is None or self.mask not in (None, spec.columns):
                 raise NotShared(f"the mask of {site.node.name} is not understood as a whole ({spec.proof})")
             self.mask = spec.columns
+            shown_from = self.flows.expr(keys) - self.flows.expr(queries) + spec.first_column
+            if (before := sympy.expand(shown_from.xreplace(dict(self.flows.equal)))) != 0:
+                self.flows.assume("totals", before)  # column k is token k
         if spec.window is None:
             return None
         if not sympy.sympify(spec.window).is_Integer:

@@ -211,7 +211,9 @@ def _matmul(flows: Flows, node: Node, x: Node, y: Node) -> Flow:
     for at in range(1, len(labels) + 1):
         found = set()
         for flow, tensor in ((a, x), (b, y)):
-            if at + 2 <= len(flow.labels) and flows.sizes(tensor)[-at - 2] != 1:
+            if at + 2 > len(flow.labels) or flows.sizes(tensor)[-at - 2] == 1:
+                continue
+            if tensor.meta["example_value"].stride(-at - 2) != 0:  # else it was expanded: equal for all rows
                 found.add(flow.labels[-at - 2])
         if len(found) > 1:
             raise NotShared(f"{node.name} mixes rows or positions")

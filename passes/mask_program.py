@@ -99,21 +99,29 @@ def broadcast(index: Index, to: tuple[sympy.Expr, ...], x: SymTensor) -> Index:
 @dataclass
 class Program:
     """Interprets nodes of one graph. `equal` maps symbols to what they are known to equal; `sizes` bounds the index
-    symbols; `known` says what some nodes hold; `visited` collects the nodes whose values were used."""
+    symbols; `known` says what some nodes hold; `visited` collects the nodes whose values were used; `least` the least
+    values of symbols that were met, by the graph's guards."""
 
     equal: Mapping[sympy.Symbol, sympy.Expr]
     known: Mapping[Node, At] = field(default_factory=dict)
     sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
     visited: dict[Node, SymTensor] = field(default_factory=dict)
+    least: dict[sympy.Symbol, int] = field(default_factory=dict)
 
     @property
     def domain(self) -> list[sympy.Expr]:
-        """What `sizes` says, each bound as an expression that is <= 0."""
-        return [symbol + 1 - size for symbol, size in self.sizes.items()]
+        """What `sizes` and `least` say, each bound as an expression that is <= 0."""
+        bounds = [symbol + 1 - size for symbol, size in self.sizes.items()]
+        return bounds + [bound - symbol for symbol, bound in self.least.items()]
 
     def size(self, value: int | torch.SymInt) -> sympy.Expr:
         """A size as an expression, in which equal symbols are one."""
         expr = value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+        if isinstance(value, torch.SymInt):
+            for symbol in expr.free_symbols - self.equal.keys() - free_unbacked_symbols(expr):
+                known = value.node.shape_env.var_to_range.get(symbol)
+                if known is not None and known.lower.is_Integer and known.lower > 2:  # else it may be no guard's
+                    self.least[symbol] = int(known.lower)
         return sympy.expand(expr.xreplace(dict(self.equal)))
 
     def nonnegative(self, expr: sympy.Expr) -> bool:

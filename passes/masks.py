@@ -38,8 +38,8 @@ class MaskSpec:
 
     With a tensor the bounds are implied by it: applying them as well changes nothing, it only allows
     skipping. `tensor` is always the whole mask. padding: the mask is exactly these bounds and a vector over
-    (b, k) that is not known at compile time. proof: for people. columns: the graph input [B, kv_len] of which that
-    vector is exactly the elements that are not zero, or None.
+    (b, k) that is not known at compile time. proof: for people. columns: the graph input [B, first_column + kv_len] of
+    which that vector is exactly the elements that are not zero, from column `first_column` on, or None.
     """
 
     causal_offset: sympy.Expr | None
@@ -48,6 +48,7 @@ class MaskSpec:
     tensor: Node | None
     proof: str
     columns: Node | None = None
+    first_column: sympy.Expr = sympy.S.Zero
 
 
 def prove_mask(
@@ -177,24 +178,28 @@ def _specify(mask: Node, visible: Pred, form: _Form, program: Program, kv_size: 
         return replace(spec, proof=shape)
     proof = f"passed on: {reason}" + (f" ({shape})" if spec.causal_offset is not None else "")
     padding = padding and not form.bias
-    columns = _columns(factors, mask) if padding else None
-    return replace(spec, padding=padding, tensor=mask, proof=proof, columns=columns)
+    columns, first = (_columns(factors, mask) if padding else None) or (None, sympy.S.Zero)
+    return replace(spec, padding=padding, tensor=mask, proof=proof, columns=columns, first_column=first)
 
 
-def _columns(factors: Sequence[Pred], mask: Node) -> Node | None:
-    """The graph input whose elements [b, k] the factors are, as truth values; None if they are anything else."""
-    names = set()
+def _columns(factors: Sequence[Pred], mask: Node) -> tuple[Node, sympy.Expr] | None:
+    """The graph input whose elements [b, first + k] the factors are, as truth values, and first; None if they are
+    anything else."""
+    names, starts = set(), set()
     for factor in factors:
         if not isinstance(factor, Leaf) or not factor.positive:
             return None
         key = factor.unknown.key
         while key[0] in ("bool", "cast"):
             key = key[-1]  # type: ignore[assignment]
-        if len(key) != 2 or key[1] not in ((B, K), (sympy.S.Zero, K)):
+        if len(key) != 2 or len(index := key[1]) != 2 or index[0] not in (B, sympy.S.Zero):  # type: ignore[arg-type]
             return None
         names.add(key[0])
+        starts.add(sympy.expand(index[1] - K))  # type: ignore[index]
     inputs = [node for node in mask.graph.find_nodes(op="placeholder") if node.name in names]
-    return inputs[0] if len(names) == len(inputs) == 1 else None
+    if len(names) != 1 or len(inputs) != 1 or len(starts) != 1 or (first := starts.pop()).free_symbols & INDICES:
+        return None
+    return inputs[0], first
 
 
 def _implied(visible: Pred, domain: Sequence[sympy.Expr]) -> _Bounds:

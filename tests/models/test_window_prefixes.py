@@ -73,11 +73,28 @@ def test_generate_does_not_compute_what_is_cached(
         assert paged_inductor.stats().blocks_used == 0
         found = pair.generate(torch.cat([answer, tokens(9, 2)], 1))[1]  # the next turn, after the cache was dropped
         assert (found, whole_prompts()) == (48, 0)
-        assert pair.generate(prompt, num_beams=2)[1] == 2 * 42
         for _ in range(2):  # computed by a graph that needs no window, like its beginning
             assert pair.generate(prompt[:, :9])[1] == 8
         assert pair.generate(prompt)[1] == 42
         assert whole_prompts() == 0
+        assert pair.generate(prompt, num_beams=2)[1] == 2 * 42
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [mistral, gemma3])
+def test_padded_rows_share(make: Callable[[], transformers.PreTrainedModel], whole_prompts: Callable[[], int]) -> None:
+    torch.manual_seed(0)
+    pair = Pair(make())
+    prompt = torch.cat([tokens(43), tokens(43, 1), tokens(43, 2)])
+    mask = torch.ones_like(prompt)
+    for row, pad in enumerate((5, 0, 30)):
+        prompt[row, :pad] = 0
+        mask[row, :pad] = 0
+    with tenant("tenant"):
+        pair.generate(prompt, 20, attention_mask=mask)
+        whole_prompts()
+        found = pair.generate(prompt, 20, attention_mask=mask)[1]
+        assert (found, whole_prompts()) == (3 * 42, 0)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -84,6 +84,12 @@ def after_a_view(y: Tensor) -> Tensor:
     return y + flat.view(y.shape)
 
 
+def expanded_weight(m: Decoder, x: Tensor) -> Tensor:
+    """The same matrix for each row of the batch."""
+    weight = m.places[None, :16, :4].expand(x.shape[0], -1, -1)
+    return (weight @ x[..., :4].transpose(1, 2)).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -96,6 +102,7 @@ def after_a_view(y: Tensor) -> Tensor:
         {"mix": lambda m, x, extra: in_place(m.norm(x), x)},
         {"mix": lambda m, x, extra: x.view(*x.shape[:2], 2, -1)[:, :, [1]].flatten(2) @ m.places[:8, :16]},
         {"mix": lambda m, x, extra: F.linear(x, m.places[:16]) @ m.places[16:32].T},
+        {"mix": lambda m, x, extra: expanded_weight(m, x)},
         {
             "mask": lambda m, seen, count, extra: (
                 (torch.arange(seen + count) <= torch.arange(seen, seen + count)[:, None])
@@ -103,7 +110,7 @@ def after_a_view(y: Tensor) -> Tensor:
             )
         },
     ],
-    ids=["plain", "positions", "look-up", "rms", "flattened", "halves", "in place", "list", "T", "window"],
+    ids=["plain", "positions", "look-up", "rms", "flattened", "halves", "in place", "list", "T", "expanded", "window"],
 )
 def test_what_stays_in_its_place_is_shared(parts: dict[str, Any]) -> None:
     assert reasons(Decoder(**parts), prompt()) == [""] * 2
