@@ -4,7 +4,8 @@
 
 Bytes: a cache of SmolLM2-135M (30 layers, 3 x 64, float32). Memory against `Tensor.copy_`, disk against one `pwrite`
 and one `preadv` of the same bytes to a file in the same folder, in turn: both until the bytes are on the disk
-(fdatasync) and from a file that is not in memory; and both within the page cache.
+(fdatasync) and from a file that is not in memory; and both within the page cache. Neither side's file is emptied or
+closed on the clock.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ def swapping(tier: str, tokens: int, rounds: int) -> dict[str, Any]:
         (extent,) = runtime.swap.storage._blocks
         return extent._file.fileno()  # type: ignore[attr-defined]
 
+    def settle() -> None:
+        """Wait until the swap file that was read is closed: what follows shall not be slower for it."""
+        runtime.swap.storage._disk._closer.submit(lambda: None).result()
+
     def forget(file: int) -> None:
         """Let the next reads come from the disk."""
         if flushed:
@@ -98,6 +103,7 @@ def swapping(tier: str, tokens: int, rounds: int) -> dict[str, Any]:
                 times["read"].append(timed(lambda: _read(plain, memory_of(target))))
                 forget(swap_file())
             times["back"].append(timed(back))
+            settle()
     speed = {name: size / statistics.median(values[1:]) / 2**30 for name, values in times.items()}
     ratios = {
         way: statistics.median(plain / swap for plain, swap in zip(times[other][1:], times[way][1:]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .pool import Account
 from .site import SiteSpec
 from .storage import Storage
 from .table import Row
-from .tiers import Extent, Part, TierFull
+from .tiers import Extent, Part, Target, TierFull
 from .transfer import Transfer
 
 __all__ = ["SwapSpace", "missing"]
@@ -232,19 +232,19 @@ def _read(group: CacheGroup, extent: Extent, places: Sequence[int], blocks: Sequ
     """Copy the contents of an extent's places into blocks, layer by layer; returns the bytes."""
     index = torch.tensor(blocks, device=group.sites[0].device)
     _finish_kernels(index.device)
-    size = 0
-    with closing(extent.read(places)) as contents:
-        for site, arena, values in zip(group.sites, group.arenas, contents):
-            size += values.nbytes
-            site.put(arena, index, values)
-        _finish_kernels(index.device)  # `values` is used again
-    return size
+    extent.restore(places, blocks, [_target(site, arena, index) for site, arena in zip(group.sites, group.arenas)])
+    _finish_kernels(index.device)  # what contents came through is used again
+    return sum(part.size(len(places)) for part in extent.parts)
 
 
 def _finish_kernels(device: torch.device) -> None:
     """Wait for what was launched: other streams may still read or write blocks that no step holds any more."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def _target(site: SiteSpec, arena: Tensor, index: Tensor) -> Target:
+    return Target(site.stored(arena), lambda values: site.put(arena, index, values))
 
 
 def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .memory import is_out_of_memory
 
-__all__ = ["Extent", "HostTier", "Part", "Tier", "TierFull", "memory_of", "runs", "shaped"]
+__all__ = ["Extent", "HostTier", "Part", "Target", "Tier", "TierFull", "memory_of", "runs", "shaped"]
 
 
 class TierFull(Exception):
@@ -36,6 +37,14 @@ class Part(NamedTuple):
     def size(self, count: int) -> int:
         """Bytes of `count` blocks."""
         return count * prod(self.shape) * self.dtype.itemsize
+
+
+class Target(NamedTuple):
+    """Where one site's blocks come back to. arena: of the site, [num_blocks, ...], contiguous. put: writes contents
+    [n, *shape], in the order of memory, into the blocks that come back."""
+
+    arena: Tensor
+    put: Callable[[Tensor], object]
 
 
 class Extent(ABC):
@@ -63,6 +72,13 @@ class Extent(ABC):
     def read(self, places: Sequence[int]) -> Generator[Tensor, None, None]:
         """The contents of blocks `places` (ascending) of each site in turn, [len(places), ...] on the CPU, valid until
         the next. Raises `SwapError`. Several threads may read at the same time."""
+
+    def restore(self, places: Sequence[int], blocks: Sequence[int], targets: Sequence[Target]) -> None:
+        """Copy the contents of `places` (ascending) into `blocks` of each site's target. Raises `SwapError`; anything
+        may be in the blocks then. Nobody writes there any more when this has ended, however it ends."""
+        with closing(self.read(places)) as contents:
+            for target, values in zip(targets, contents):
+                target.put(values)
 
     def close(self) -> None:
         """Give the tier its bytes back. Obligation: the caller holds the manager's lock, and nobody reads."""

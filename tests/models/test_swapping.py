@@ -18,6 +18,7 @@ import paged_inductor
 from paged_inductor import KVBudgetExceeded, QuotaExceeded, SwapError, configure, tenant
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, SiteSpec, manager
+from paged_inductor.runtime.disk import _DiskExtent
 from paged_inductor.runtime.pool import BlockPool
 from paged_inductor.runtime.storage import Storage
 from paged_inductor.runtime.swap import SwapSpace
@@ -166,6 +167,8 @@ BACK = [
     (BlockPool, "reserve"),
     (BlockPool, "allocate"),
     (SiteSpec, "put"),
+    (_DiskExtent, "_read"),
+    (_DiskExtent, "_check"),
     (CacheGroup, "rename"),
     (BlockPool, "swap_in"),
 ]
@@ -186,7 +189,7 @@ def test_interrupted_on_the_way_back(where: type, name: str, done: bool) -> None
 def check_interruption(where: type, name: str, done: bool, swapped: bool) -> None:
     """Whatever is being done to the books: afterwards they balance, and no token is lost."""
     model = paged_model()
-    configure(swap_disk="1GiB")
+    configure(swap_host="1GiB" if where is SiteSpec else 0, swap_disk="1GiB")  # only from there contents are `put`
     with torch.no_grad():
         _, past = model(prompts(1)[0], None)
         tensors = [tensor for pair in past for tensor in pair]
