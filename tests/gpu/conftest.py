@@ -10,7 +10,7 @@ import torch
 import paged_inductor
 from paged_inductor.kernels.launch import INTERPRETED
 
-from ..models.conftest import fresh  # noqa: F401
+from ..models.conftest import formula, fresh  # noqa: F401
 
 HERE = "tests/gpu/"
 
