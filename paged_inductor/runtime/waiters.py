@@ -14,7 +14,7 @@ from .line import Line, Turn
 __all__ = ["Preempted", "Waiters"]
 
 PATIENCE = 0.05  # seconds after which a waiting step looks again, whether or not it was told to
-TURN = 4  # steps that a thread begins while others wait, until it waits for them
+TURN = 8  # steps that a thread begins while others wait, until it waits for them
 WORTH = 4  # times as long as its blocks took to come back, a turn lasts at least
 BEGINNING = 2.0  # seconds that a step may take from the making of its views to its beginning
 
