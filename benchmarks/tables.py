@@ -138,9 +138,9 @@ def turns(result: dict[str, Any]) -> str:
     (c,) = (cell for cell in result["cells"] if "threads" in cell)
     text = (
         f"{c['threads']} threads under a budget for {c['budget_for']}: **{c['time_over_one_after_the_other']}** times "
-        f"the time of the same work one after the other; a decode step {c['step_p50_ms']} ms (P50) and "
-        f"{c['step_p99_ms']} ms (P99), against {c['one_after_the_other_step_ms']} ms alone; "
-        f"{c['blocks_swapped_in']} blocks came back from host memory."
+        f"the time of the same work one after the other; a decode step {c['step_p50_ms']} ms (P50), "
+        f"{c['step_p95_ms']} ms (P95) and {c['step_p99_ms']} ms (P99), against "
+        f"{c['one_after_the_other_step_ms']} ms alone; {c['blocks_swapped_in']} blocks came back from host memory."
     )
     return f"{table(header, rows)}\n\n{text}"
 

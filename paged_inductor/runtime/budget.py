@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -78,18 +80,20 @@ class Budget:
         self._refused.pop(threading.get_ident(), None)
 
         def wait() -> None:
-            waiters.wait(tenant.priority, lambda: self._exceeded(group, wanted()))
+            waiters.wait(tenant.priority, partial(group.mark_used, rows), lambda: self._exceeded(group, wanted()))
 
         try:
             while True:
                 if self._swap.coming(group, rows):
                     waiters.wait_for_others()
                     continue
-                if wanted() and waiters.must_wait():
+                if (wanted() or waiters.had_its_turn()) and waiters.must_wait():
                     wait()
                     continue
                 try:
-                    self._swap.back(group, rows)
+                    start = time.monotonic()
+                    if self._swap.back(group, rows):
+                        waiters.came_back(time.monotonic() - start)
                     return attempt()
                 except OverQuota as over:
                     self._meet_quota(group, over.account, rows, needed() if over.account is tenant else 0)

@@ -131,6 +131,13 @@ class CacheGroup:
             found.update(block for row in transfer.rows for block in row.blocks)
         return found
 
+    def mark_used(self, rows: Iterable[Row], when: int) -> None:
+        """Let the caches that any of `rows` belong to count as used at `when`, for what is swapped out first."""
+        wanted = set(rows)
+        for holding in self.holdings.values():
+            if not wanted.isdisjoint(holding.rows):
+                holding.used = when
+
     def rename(self, renamed: Mapping[int, int]) -> None:
         """Let every row see other blocks in the place of those in `renamed`; tables made before are stale then."""
         self.epoch += 1

@@ -64,7 +64,7 @@ class Manager(Views):
                     group.pins[view.serial].steps.append(me)
                     group.holdings[view.serial].used = now
                 self.counters.steps += 1
-                self._budget.waiters.leave()
+                self._budget.waiters.began()
                 if self.swap.used:
                     self._ahead.began(views)
         except BaseException:
@@ -88,10 +88,7 @@ class Manager(Views):
             fetched = self._budget.fetch(group, rows, kept)
             if fetched:
                 self.counters.swaps_ahead += fetched
-                wanted, now = set(rows), next(self._clock)
-                for holding in group.holdings.values():
-                    if not wanted.isdisjoint(holding.rows):
-                        holding.used = now  # or they would be the coldest again
+                group.mark_used(rows, next(self._clock))  # or they would be the coldest again
 
     def prefetch(self, views: Sequence[View]) -> None:
         """Have the swapped blocks of `views` brought back by another thread, as far as there is room."""

@@ -14,6 +14,8 @@ from .line import Line, Turn
 __all__ = ["Preempted", "Waiters"]
 
 PATIENCE = 0.05  # seconds after which a waiting step looks again, whether or not it was told to
+TURN = 8  # steps that a thread begins while others wait, until it waits for them
+WORTH = 4  # times as long as its blocks took to come back, a turn lasts at least
 BEGINNING = 2.0  # seconds that a step may take from the making of its views to its beginning
 
 
@@ -72,6 +74,11 @@ class Waiters:
         return getattr(self._thread, "impatient", False)
 
     @property
+    def _steps(self) -> int:
+        """Begun in this turn while others waited."""
+        return getattr(self._thread, "steps", 0)
+
+    @property
     def _turn(self) -> Turn | None:
         return getattr(self._thread, "turn", None)
 
@@ -81,18 +88,48 @@ class Waiters:
         """Whether it is another step's turn. Who has views for a step already goes on, to give them back soon."""
         return not self._line.first(self._turn) and not self._pins()[0]
 
-    def wait(self, priority: int, exceeded: Callable[[], Exception]) -> None:
-        """Wait for other steps to end. Raises `exceeded()` if there is nothing to wait for, or `Preempted`."""
+    def had_its_turn(self) -> bool:
+        """Whether this thread has begun so many steps while others waited that its next one waits for them, though it
+        may have all it needs. Not a thread that holds what others need, nor one that cannot begin anew."""
+        if not self.restartable or self._impatient or self._steps < TURN:
+            return False
+        if self._turn is None and time.monotonic() < getattr(self._thread, "until", 0.0):
+            return False
+        me = threading.get_ident()
+        return not any(me in pin.steps for group in self._groups for pin in group.pins.values())
+
+    def began(self) -> None:
+        """This thread begins a step. If it waited for it, its next turn begins."""
+        if self._turn is not None:
+            self._thread.steps = 0
+            self.leave()
+        if len(self._line):
+            self._thread.steps = self._steps + 1
+
+    def came_back(self, seconds: float) -> None:
+        """It took so long to bring this thread's blocks back: its turn shall be worth that."""
+        self._thread.until = time.monotonic() + WORTH * seconds
+
+    def wait(self, priority: int, cool: Callable[[int], object], exceeded: Callable[[], Exception]) -> None:
+        """Wait for other steps to end. Raises `exceeded()` if there is nothing to wait for, or `Preempted`.
+
+        cool: is told when the caches of this step count as used the last time: before those of steps that do not wait,
+        and of those that wait, the last goes first.
+        """
         own, others = self._pins()
         if not others and self._line.first(self._turn):
             raise exceeded()
-        if self._turn is None:
-            self._thread.turn = self._line.join(priority)
+        joins = self._turn is None
+        if joins:
+            turn = self._thread.turn = self._line.join(priority)
+            cool(-turn.number)
         if own and self.restartable:
             self._counters.preempted_steps += 1
             raise Preempted
         if self._impatient:
             raise Preempted
+        if joins:  # it may be first: of a high priority
+            return
         try:
             self._idle.wait(PATIENCE)
         except BaseException:  # interrupted: the caller may not know of its turn, and all others would wait for it
