@@ -250,8 +250,9 @@ class PrefixIndex:
 
     def unpark(self, block: int) -> None:
         """A cached block gets an owner, or is about to be forgotten."""
-        self._behind.pop(block, None)
-        self._left.discard(block)
+        if block in self._left:
+            self._left.discard(block)
+            self._behind.pop(block, None)
         worth = self._names[block].worth
         cached = self._cached[worth]
         del cached[block]

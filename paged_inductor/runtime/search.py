@@ -39,18 +39,19 @@ class Search:
         self._kept = kept
         self._digests: list[bytes] = []
         self._keys: list[bytes] = []
+        self._reached: int | None = None  # how many first tokens are found, if all are looked for
         self._found: dict[int, tuple[int, int]] = {}  # block, and how many of its first tokens are the prompt's
 
     def longest(self, limit: int) -> int:
-        """The most of the prompt's first tokens, at most `limit`, of which the last ones that are kept are found."""
+        """The most of the prompt's first tokens, at most `limit`, of which the last ones that are kept are found.
+
+        Obligation: no limit is greater than that of the call before.
+        """
         size = self._size
         if self._kept is None:
-            length = 0
-            while length < limit and (count := self._tokens(length // size, limit)):
-                length += count
-                if count < size:
-                    break
-            return min(length, limit)
+            if self._reached is None:
+                self._reached = self._reach(limit)
+            return min(self._reached, limit)
         length = limit
         while length > 0:
             last = (length - 1) // size
@@ -84,6 +85,20 @@ class Search:
             self._root, tuple(self._digests[:full]), tuple(self._keys[:full]), tail, deviations, hidden, windows
         )
 
+    def _reach(self, limit: int) -> int:
+        """How many first tokens are found, of those before token `limit`, and maybe of its block."""
+        size, find, scopes = self._size, self._index.find, self._scopes
+        for j in range(len(self._prompt.ids) // size):
+            if j * size >= limit:
+                return j * size
+            self._name(j)
+            block = find(scopes, self._digests[j])
+            if block is None:
+                return j * size + self._tokens(j, limit)
+            self._found[j] = block, size
+        whole = len(self._prompt.ids) // size
+        return whole * size + (self._tokens(whole, limit) if whole * size < limit else 0)
+
     def _deviations(self, first: int, stop: int) -> dict[int, bytes]:
         """Those of tokens `first .. stop-1`, counted from the first of these."""
         deviations = self._prompt.deviations
@@ -91,10 +106,11 @@ class Search:
 
     def _name(self, j: int) -> None:
         """Name the prompt's blocks up to block `j`, which is full."""
-        size, digests = self._size, self._digests
-        while len(digests) <= j:
-            first = len(digests) * size
-            key = encode_key(self._prompt.ids[first : first + size], self._deviations(first, first + size))
+        size, digests, prompt = self._size, self._digests, self._prompt
+        for at in range(len(digests), j + 1):
+            first = at * size
+            own = self._deviations(first, first + size) if prompt.deviations else {}
+            key = encode_key(prompt.ids[first : first + size], own)
             digests.append(child_digest(digests[-1] if digests else self._root, key))
             self._keys.append(key)
 
