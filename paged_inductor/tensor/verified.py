@@ -142,7 +142,7 @@ def _with_shadow(handle: PagedTensor, named: Shadow, values: Tensor) -> Verified
 def _on_shadows(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     def shadow(handle: PagedTensor) -> Tensor:
         values = promote(handle, None)._shadow.values
-        if func in _BY_STRIDES and values.stride() != handle.stride():  # a handle's crop has no gaps, a tensor's has
+        if func in _BY_STRIDES and _strides(values) != _strides(handle):  # a handle's crop has no gaps, a tensor's has
             values = torch.empty_strided(handle.shape, handle.stride(), dtype=handle.dtype).copy_(values)
         return values
 
@@ -150,6 +150,11 @@ def _on_shadows(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> An
     if func is aten.cat.default and isinstance(result, PagedTensor):
         dense_args = ([_padded(part, result) for part in dense_args[0]], *dense_args[1:])
     return func(*dense_args, **dense_kwargs)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those that mean anything."""
+    return [stride for size, stride in zip(x.shape, x.stride()) if size != 1]
 
 
 def _padded(part: Tensor, result: PagedTensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -26,3 +28,13 @@ class VerifiedMachine(TensorMachine):
 
 
 TestVerifiedMachine = VerifiedMachine.TestCase
+
+
+@pytest.mark.parametrize("axes", ["BHSD", "BSHD"])
+def test_writes_through_a_view_of_one_token_reach_its_base(axes: str) -> None:
+    """Strides of dimensions of size 1 mean nothing: they are no reason to give the view a shadow of its own."""
+    (handle,) = paged_like(torch.randn([1, 2, 1, 4] if axes == "BHSD" else [1, 1, 2, 4]), axes=axes, block_size=8)
+    base = promote(handle, 1e-5)
+    new = torch.randn(base.shape)
+    base.view(base.shape).index_copy_(axes.index("S"), torch.tensor([0]), new)
+    assert torch.equal(base.dense(), new)
