@@ -19,8 +19,6 @@ WITH_TOKENS = ("input_ids", "position_ids", "cache_position")
 NEUTRAL = {"use_cache", "return_dict", "logits_to_keep", "attention_mask", *WITH_TOKENS}
 """Arguments that do not change what a model computes of the other tokens."""
 
-_SLIDING = "DynamicSlidingWindowLayer"
-
 
 class LayerForm(NamedTuple):
     """The number of a layer's group, the forms of its keys and values, and how many of the last tokens it keeps (None:
@@ -78,8 +76,7 @@ class EmptyCache:
             self.value.layers.extend(self.value.layer_class_to_replicate() for _ in layers)
         for layer, (group, keys, values, kept) in zip(self.value.layers, layers):
             view = lent.views[group]
-            layer.keys, layer.values = PagedTensor(view, keys), PagedTensor(view, values)
-            handles = layer.keys, layer.values
+            handles = PagedTensor(view, keys), PagedTensor(view, values)
             layer.lazy_initialization(*handles)  # it would make tensors of no tokens
             layer.keys, layer.values = handles
             if kept is not None:
@@ -129,7 +126,7 @@ def _grows(layer: Any) -> bool:
 
 
 def _slides(layer: Any) -> bool:
-    return type(layer).__name__ == _SLIDING
+    return type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
 def _layer(layer: Any, views: Sequence[View]) -> LayerForm | None:
@@ -139,8 +136,8 @@ def _layer(layer: Any, views: Sequence[View]) -> LayerForm | None:
     pair = layer.keys, layer.values
     if not all(isinstance(handle, PagedTensor) and handle._form is plain(*handle._form[:2]) for handle in pair):
         return None
+    kept = layer.sliding_window - 1 if _slides(layer) else None
     for i, view in enumerate(views):
-        kept = layer.sliding_window - 1 if _slides(layer) else None
         shown = view.length if kept is None else min(kept, view.length)
         if all(handle._view.rows == view.rows and handle._view.length == shown for handle in pair):
             return LayerForm(i, pair[0]._form, pair[1]._form, kept)

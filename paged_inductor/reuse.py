@@ -109,7 +109,8 @@ class Reuse:
         value = dynamic_caches.returned(result) if cache is None else cache.value
         layers = dynamic_caches.layers_of(value, observer.views)
         if layers is not None and observer.known is not None and self._by_keyword(observer.known):
-            if form not in self._forms or not self._forms[form].known.sharer.knows_more_than(observer.known.sharer):
+            seen = self._forms.get(form)
+            if seen is None or not seen.known.sharer.knows_more_than(observer.known.sharer):
                 self._forms[form] = _Form(observer.known, layers)
             if cache is None:
                 self._made[kwargs.get("use_cache")] = EmptyCache.like(value)

@@ -126,8 +126,10 @@ class Sharer:
             return None
         count = plans[0].count(args)
         found = self._before(args, views, count, count)
-        root = self.root(args, lead.tenant.salt) if found is not None else None
-        return Named(root, *found) if found is not None and root is not None else None
+        if found is None:
+            return None
+        root = self.root(args, lead.tenant.salt)
+        return None if root is None else Named(root, *found)
 
     def _before(self, args: Sequence[Any], views: Sequence[View], held: int, count: int) -> tuple[int, Windows] | None:
         """How many tokens were there before a step of `count` new ones, and the windows of all; None if rows start

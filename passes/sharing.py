@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from . import flow_ops, flow_shapes  # noqa: F401  (they register their handlers)
 from .attention import equal_lengths
-from .base import CacheGroupSites, GraphState, Pass, Sharing
+from .base import CacheSite, GraphState, Pass, Sharing
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_attention import AttentionFlows, new_tokens
 from .mask_effects import Writers
@@ -87,18 +87,18 @@ class _Proof:
         flows.current = None
         readers = list({id(site): site for node in graph.nodes if (site := attentions.get(node))}.values())
         first = {id(cache): at for at, site in reversed([*enumerate(readers)]) for cache in (site.key, site.value)}
+
+        def since(site: CacheSite) -> int:
+            return first.get(id(site), len(readers))
+
         groups = self.state.groups
-
-        def since(group: CacheGroupSites) -> int:
-            return min(first.get(id(site), len(readers)) for site in group.sites)
-
-        placed = sorted(groups, key=since)
-        order = tuple(next(i for i, other in enumerate(placed) if other is group) for group in groups)
+        placed = sorted(range(len(groups)), key=lambda g: min(map(since, groups[g].sites)))
+        order = tuple(placed.index(g) for g in range(len(groups)))
         digests = []
-        for g, group in enumerate(placed):
-            sites = sorted(group.sites, key=lambda site: (first.get(id(site), len(readers)), site.role))
-            digests += [digest(g, site.axes, self.attend.stored(site).digest) for site in sites]
-        place = {id(site): g for g, group in enumerate(placed) for site in group.sites}
+        for at, g in enumerate(placed):
+            sites = sorted(groups[g].sites, key=lambda site: (since(site), site.role))
+            digests += [digest(at, site.axes, self.attend.stored(site).digest) for site in sites]
+        place = {id(site): at for at, group in zip(order, groups) for site in group.sites}
         windows = tuple((place.get(id(site.key), 0), self.attend.windows.get(site.node)) for site in readers)
         return self._sharing(digest(*digests), order, windows)
 
@@ -113,13 +113,11 @@ class _Proof:
         if not ids or self.flows.sizes(ids[0])[0] != self.flows.num_rows:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
-        outside = set(self.flows.assumed.get(None, ()))
-        results, last = self._results(role)
-        if not results:
-            self.flows.assumed[None] = outside
-        used = {None, *visited, *(self._visited(self._returned()) if results else ())}
-        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)), key=str)
         everything = visited | self._visited(self._returned())
+        returns = self.flows.current = self.state.gm.graph.output_node()
+        results, last = self._results(role)
+        used = {None, returns, *everything} if results else {None, *visited}
+        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)), key=str)
         flows = (self.flows.values.get(node) for node in everything)
         counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
         self.mixes = len(positions) > 1 or (bool(positions) and any(counted))

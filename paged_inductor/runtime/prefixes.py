@@ -25,7 +25,7 @@ _DEVIATION = struct.Struct("<HH")
 def encode_key(ids: Sequence[int], deviations: Mapping[int, bytes]) -> bytes:
     """The bytes that stand for consecutive tokens. deviations: what else is given at a position, unless it is usual."""
     key = array("q", ids).tobytes()
-    for at in sorted(deviations):
+    for at in sorted(deviations) if deviations else ():  # hardly ever any, and this is done for every block
         key += _DEVIATION.pack(at, len(deviations[at])) + deviations[at]
     return key
 

@@ -87,22 +87,19 @@ class Search:
 
     def _reach(self, limit: int) -> int:
         """How many first tokens are found, of those before token `limit`, and maybe of its block."""
-        size, find, scopes = self._size, self._index.find, self._scopes
-        for j in range(len(self._prompt.ids) // size):
-            if j * size >= limit:
-                return j * size
-            self._name(j)
-            block = find(scopes, self._digests[j])
+        size, j = self._size, 0
+        while j * size < limit:
+            block = self._whole(j)
             if block is None:
-                return j * size + self._tokens(j, limit)
+                self._found[j] = self._partly(j, limit)
+                return j * size + self._found[j][1]
             self._found[j] = block, size
-        whole = len(self._prompt.ids) // size
-        return whole * size + (self._tokens(whole, limit) if whole * size < limit else 0)
+            j += 1
+        return j * size
 
     def _deviations(self, first: int, stop: int) -> dict[int, bytes]:
         """Those of tokens `first .. stop-1`, counted from the first of these."""
-        deviations = self._prompt.deviations
-        return {at - first: value for at, value in deviations.items() if first <= at < stop} if deviations else {}
+        return {at - first: value for at, value in self._prompt.deviations.items() if first <= at < stop}
 
     def _name(self, j: int) -> None:
         """Name the prompt's blocks up to block `j`, which is full."""
@@ -118,21 +115,21 @@ class Search:
         """How many first tokens of the prompt's block `j` are found, of those before token `limit`."""
         known = self._found.get(j)
         if known is None:
-            known = self._found[j] = self._look_up(j, limit)
+            block = self._whole(j)
+            known = self._found[j] = self._partly(j, limit) if block is None else (block, self._size)
         return known[1]
 
-    def _look_up(self, j: int, limit: int) -> tuple[int, int]:
-        size, ids = self._size, self._prompt.ids
-        first, stop = j * size, (j + 1) * size
-        if stop <= len(ids):
-            self._name(j)
-            block = self._index.find(self._scopes, self._digests[j])
-            if block is not None:
-                return block, size
+    def _whole(self, j: int) -> int | None:
+        """The block that holds the prompt's block `j`; None if there is none, or the prompt does not fill it."""
+        if (j + 1) * self._size > len(self._prompt.ids):
+            return None
+        self._name(j)
+        return self._index.find(self._scopes, self._digests[j])
+
+    def _partly(self, j: int, limit: int) -> tuple[int, int]:
+        """A block that begins like the prompt's block `j`, and how many tokens before token `limit` are the same."""
         self._name(j - 1)
         parent = self._digests[j - 1] if j else self._root
-        stop = min(stop, limit)
-        partly = self._index.find_partly(
-            self._scopes, parent, ids[first:stop], self._deviations(first, stop), self._size
-        )
-        return partly or (0, 0)
+        first, stop = j * self._size, min((j + 1) * self._size, limit)
+        ids, deviations = self._prompt.ids[first:stop], self._deviations(first, stop)
+        return self._index.find_partly(self._scopes, parent, ids, deviations, self._size) or (0, 0)

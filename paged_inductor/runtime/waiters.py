@@ -23,6 +23,18 @@ class Preempted(Exception):
     """A step must give back what it holds and begin anew, so that others that wait for memory can go on."""
 
 
+class _Thread(threading.local):
+    """The current thread. restartable: it is prepared for `Preempted`. impatient: it is preempted where it would have
+    to wait. turn: of one that waits. steps: begun in its turn while others waited. until: so long its turn lasts at
+    least, by `time.monotonic`."""
+
+    restartable = False
+    impatient = False
+    turn: Turn | None = None
+    steps = 0
+    until = 0.0
+
+
 class Waiters:
     """The steps that wait for memory. Obligation for every method but `preemptible` and `impatient`: the caller holds
     the manager's lock, which is given up while it waits."""
@@ -33,7 +45,7 @@ class Waiters:
         self._idle = idle
         self._counters = counters
         self._line = Line()
-        self._thread = threading.local()
+        self._thread = _Thread()
 
     def __len__(self) -> int:
         return len(self._line)
@@ -44,20 +56,20 @@ class Waiters:
     def preemptible(self) -> Iterator[None]:
         """Inside, this thread is prepared for `Preempted`, and keeps its turn when it is; else it waits with whatever
         it holds."""
-        before = self.restartable
-        self._thread.prepared = True
+        before = self._thread.restartable
+        self._thread.restartable = True
         try:
             yield
         finally:
-            self._thread.prepared = before
-            if not before and self._turn is not None:
+            self._thread.restartable = before
+            if not before and self._thread.turn is not None:
                 with self._idle:
                     self.leave()
 
     @contextmanager
     def impatient(self) -> Iterator[None]:
         """Inside, this thread is preempted where it would have to wait: others need what it holds to end."""
-        before = self._impatient
+        before = self._thread.impatient
         self._thread.impatient = True
         try:
             yield
@@ -67,44 +79,32 @@ class Waiters:
     @property
     def restartable(self) -> bool:
         """Whether this thread is prepared for `Preempted`."""
-        return getattr(self._thread, "prepared", False)
-
-    @property
-    def _impatient(self) -> bool:
-        return getattr(self._thread, "impatient", False)
-
-    @property
-    def _steps(self) -> int:
-        """Begun in this turn while others waited."""
-        return getattr(self._thread, "steps", 0)
-
-    @property
-    def _turn(self) -> Turn | None:
-        return getattr(self._thread, "turn", None)
+        return self._thread.restartable
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def must_wait(self) -> bool:
         """Whether it is another step's turn. Who has views for a step already goes on, to give them back soon."""
-        return not self._line.first(self._turn) and not self._pins()[0]
+        return not self._line.first(self._thread.turn) and not self._pins()[0]
 
     def had_its_turn(self) -> bool:
         """Whether this thread has begun so many steps while others waited that its next one waits for them, though it
         may have all it needs. Not a thread that holds what others need, nor one that cannot begin anew."""
-        if not self.restartable or self._impatient or self._steps < TURN:
+        thread = self._thread
+        if not thread.restartable or thread.impatient or thread.steps < TURN:
             return False
-        if self._turn is None and time.monotonic() < getattr(self._thread, "until", 0.0):
+        if thread.turn is None and time.monotonic() < thread.until:
             return False
         me = threading.get_ident()
         return not any(me in pin.steps for group in self._groups for pin in group.pins.values())
 
     def began(self) -> None:
         """This thread begins a step. If it waited for it, its next turn begins."""
-        if self._turn is not None:
+        if self._thread.turn is not None:
             self._thread.steps = 0
             self.leave()
         if len(self._line):
-            self._thread.steps = self._steps + 1
+            self._thread.steps += 1
 
     def came_back(self, seconds: float) -> None:
         """It took so long to bring this thread's blocks back: its turn shall be worth that."""
@@ -117,16 +117,16 @@ class Waiters:
         and of those that wait, the last goes first.
         """
         own, others = self._pins()
-        if not others and self._line.first(self._turn):
+        if not others and self._line.first(self._thread.turn):
             raise exceeded()
-        joins = self._turn is None
+        joins = self._thread.turn is None
         if joins:
             turn = self._thread.turn = self._line.join(priority)
             cool(-turn.number)
-        if own and self.restartable:
+        if own and self._thread.restartable:
             self._counters.preempted_steps += 1
             raise Preempted
-        if self._impatient:
+        if self._thread.impatient:
             raise Preempted
         if joins:  # it may be first: of a high priority
             return
@@ -149,7 +149,7 @@ class Waiters:
 
     def leave(self) -> None:
         """This thread waits no more."""
-        turn = self._turn
+        turn = self._thread.turn
         if turn is not None:
             self._thread.turn = None
             self._line.leave(turn)

@@ -235,6 +235,14 @@ def test_a_mask_that_is_made_of_parameters_is_not_replayed_and_says_why() -> Non
     assert stats().graph_recordings == 0
 
 
+def prompts_of(model: torch.nn.Module, count: int) -> Tensor:
+    """Two rows of tokens for a model of transformers, whose weights are made so large that its tokens vary."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return torch.randint(3, 97, (2, count))
+
+
 def test_windows_and_counts_of_tokens_beside_full_layers(calls: list[tuple[Any, ...]]) -> None:
     """The masks of windows have one length and change all the same; a cache's count of tokens goes in and out."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -243,10 +251,7 @@ def test_windows_and_counts_of_tokens_beside_full_layers(calls: list[tuple[Any, 
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "max_position_embeddings": 64}
     model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    prompt = torch.randint(3, 97, (2, 20))
+    prompt = prompts_of(model, 20)
     mask = torch.ones_like(prompt)
     mask[1, :5] = 0
     options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
@@ -266,10 +271,7 @@ def test_windows_alone_in_fifty_steps(padded: bool, calls: list[tuple[Any, ...]]
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 12}
     model = MistralForCausalLM(MistralConfig(**sizes, **heads)).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    prompt = torch.randint(3, 97, (2, 7))
+    prompt = prompts_of(model, 7)
     mask = torch.ones_like(prompt)
     mask[1, : 3 * padded] = 0
     options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}

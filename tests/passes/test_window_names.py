@@ -14,12 +14,6 @@ from tests.passes.test_sharing import VOCAB, Decoder
 WINDOW = 8
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    paged_inductor.reset()
-
-
 def window(model: Decoder, seen: int, count: int, extra: Any) -> Tensor:
     keys, queries = torch.arange(seen + count), torch.arange(seen, seen + count)[:, None]
     return (keys <= queries) & (keys > queries - WINDOW)

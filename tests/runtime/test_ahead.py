@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 
 from paged_inductor import SwapError, configure
-from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View
 from paged_inductor.runtime.ahead import _rows
 from paged_inductor.runtime.tenants import entered
@@ -19,12 +17,9 @@ SITES = (SiteSpec(2, 8, torch.float32, torch.device("cpu")),)
 
 
 @pytest.fixture
-def runtime() -> Iterator[Manager]:
-    own = Manager()
+def runtime(runtime: Manager) -> Manager:
     configure(swap_host="1GiB")
-    yield own
-    reset_config()
-    own.check_integrity()
+    return runtime
 
 
 def group_of(runtime: Manager, blocks: int) -> CacheGroup:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import pytest
 import torch
 
 from paged_inductor import configure
-from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View
 from paged_inductor.runtime.line import Turn
 from paged_inductor.runtime.tenants import entered
@@ -63,14 +61,6 @@ class Steps:
         self.thread.join(10)
         assert self.began == MORE
         assert len(self.runtime._budget.waiters) == 0
-
-
-@pytest.fixture
-def runtime() -> Iterator[Manager]:
-    own = Manager()
-    yield own
-    reset_config()
-    own.check_integrity()
 
 
 def test_after_its_turn_a_thread_waits_and_its_cache_goes_first(runtime: Manager) -> None:

@@ -13,20 +13,11 @@ import pytest
 import torch
 
 from paged_inductor import KVBudgetExceeded, configure
-from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, Manager, Preempted, SiteSpec, View
 from paged_inductor.runtime.line import AGEING_SECONDS, Line
 
 SITES = [(SiteSpec(heads, 8, torch.float32, torch.device("cpu")),) for heads in (2, 4)]
 BLOCK = 16 * 2 * 8 * 4
-
-
-@pytest.fixture
-def runtime() -> Iterator[Manager]:
-    own = Manager()
-    yield own
-    reset_config()
-    own.check_integrity()
 
 
 def test_highest_priority_then_first_come() -> None:
