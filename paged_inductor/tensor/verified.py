@@ -8,6 +8,7 @@ be checked against it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,7 +143,7 @@ def _with_shadow(handle: PagedTensor, named: Shadow, values: Tensor) -> Verified
 def _on_shadows(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     def shadow(handle: PagedTensor) -> Tensor:
         values = promote(handle, None)._shadow.values
-        if func in _BY_STRIDES and _strides(values) != _strides(handle):  # a handle's crop has no gaps, a tensor's has
+        if func in _BY_STRIDES and not _views_as(func, values, handle, args[1:]):
             values = torch.empty_strided(handle.shape, handle.stride(), dtype=handle.dtype).copy_(values)
         return values
 
@@ -152,9 +153,16 @@ def _on_shadows(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> An
     return func(*dense_args, **dense_kwargs)
 
 
-def _strides(x: Tensor) -> list[int]:
-    """Those that mean anything."""
-    return [stride for size, stride in zip(x.shape, x.stride()) if size != 1]
+def _views_as(func: Any, values: Tensor, handle: PagedTensor, args: Sequence[Any]) -> bool:
+    """Whether an operation on strides makes of a shadow what it makes of the handle: the handle's crop has no gaps, the
+    shadow's has. A copy without gaps would not see later writes."""
+    if func is aten.as_strided.default:
+        return values.stride() == handle.stride()
+    try:
+        func(torch.empty_strided(values.shape, values.stride(), device="meta"), *args)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _padded(part: Tensor, result: PagedTensor) -> Tensor:

@@ -32,9 +32,20 @@ TestVerifiedMachine = VerifiedMachine.TestCase
 
 @pytest.mark.parametrize("axes", ["BHSD", "BSHD"])
 def test_writes_through_a_view_of_one_token_reach_its_base(axes: str) -> None:
-    """Strides of dimensions of size 1 mean nothing: they are no reason to give the view a shadow of its own."""
+    """Its strides along dimensions of size 1 may be others than the shadow's, which is no reason for a copy."""
     (handle,) = paged_like(torch.randn([1, 2, 1, 4] if axes == "BHSD" else [1, 1, 2, 4]), axes=axes, block_size=8)
     base = promote(handle, 1e-5)
     new = torch.randn(base.shape)
     base.view(base.shape).index_copy_(axes.index("S"), torch.tensor([0]), new)
     assert torch.equal(base.dense(), new)
+
+
+def test_writes_reach_a_view_of_a_crop() -> None:
+    """The crop's shadow has gaps, the handle has none."""
+    (handle,) = paged_like(torch.randn(2, 2, 5, 4), block_size=8)
+    base = promote(handle, 1e-5)
+    crop = base[:, :, :2]
+    view = crop.view(crop.shape)
+    new = torch.randn(2, 2, 1, 4)
+    base.index_copy_(2, torch.tensor([0]), new)
+    assert torch.equal(view.dense()[:, :, :1], new)
