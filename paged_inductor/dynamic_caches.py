@@ -1,4 +1,5 @@
-"""Caches of transformers' kind whose layers grow by concatenation: empty ones, and handles in their layers."""
+"""Caches of transformers' kind whose layers grow by concatenation, or are buffers: empty ones, and handles in their
+layers."""
 
 from __future__ import annotations
 
@@ -34,24 +35,27 @@ Layers = Sequence[LayerForm]
 
 
 class EmptyCache:
-    """A cache object that holds nothing yet."""
+    """A cache object that holds nothing yet. buffer: how many positions it has, if it is static; else None."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self._layers = [(layer, dict(vars(layer))) for layer in value.layers]
+        self.buffer: int | None = next((layer.max_cache_len for layer in value.layers if _is_buffer(layer)), None)
 
     @classmethod
     def of(cls, value: Any) -> EmptyCache | None:
-        """A cache of transformers whose layers all grow by concatenation, and are empty; None of anything else."""
+        """A cache of transformers whose layers all grow by concatenation, or are buffers of one length, and are empty;
+        None of anything else."""
         layers = getattr(value, "layers", None)
         if not isinstance(layers, list) or getattr(value, "offloading", False):
             return None
         if not layers:  # it makes them when they are first used
             kind = getattr(value, "layer_class_to_replicate", None)
             return cls(value) if getattr(kind, "__name__", "") == "DynamicLayer" else None
-        if all(_grows(layer) and not layer.is_initialized for layer in layers):
-            return cls(value)
-        return None
+        alike = all(map(_grows, layers)) or all(
+            _is_buffer(layer) and layer.max_cache_len == layers[0].max_cache_len for layer in layers
+        )
+        return cls(value) if alike and not any(layer.is_initialized for layer in layers) else None
 
     @classmethod
     def like(cls, value: Any) -> EmptyCache:
@@ -77,6 +81,9 @@ class EmptyCache:
         for layer, (group, keys, values, kept) in zip(self.value.layers, layers):
             view = lent.views[group]
             handles = PagedTensor(view, keys), PagedTensor(view, values)
+            if self.buffer is not None:
+                _fill_buffer(layer, *handles, lent.length)
+                continue
             layer.lazy_initialization(*handles)  # it would make tensors of no tokens
             layer.keys, layer.values = handles
             if kept is not None:
@@ -88,6 +95,8 @@ class EmptyCache:
         for layer, state in self._layers:
             vars(layer).clear()
             vars(layer).update(state)
+            if self.buffer is not None:
+                layer.cumulative_length.zero_()
 
 
 def kept_tokens(layers: Layers, num_groups: int) -> list[int | None]:
@@ -125,13 +134,27 @@ def _grows(layer: Any) -> bool:
     return type(layer).__name__ == "DynamicLayer" or (_slides(layer) and not getattr(layer, "record_past", False))
 
 
+def _is_buffer(layer: Any) -> bool:
+    return type(layer).__name__ == "StaticLayer"
+
+
+def _fill_buffer(layer: Any, keys: PagedTensor, values: PagedTensor, length: int) -> None:
+    """Initialise a static layer as it does it itself, but for buffers of zeros."""
+    layer.dtype, layer.device = keys.dtype, keys.device
+    layer.batch_size, layer.num_heads = keys.shape[:2]
+    layer.k_head_dim, layer.v_head_dim = keys.shape[-1], values.shape[-1]
+    layer.keys, layer.values = keys, values
+    layer.cumulative_length = layer.cumulative_length.to(keys.device).fill_(length)
+    layer.is_initialized = True
+
+
 def _slides(layer: Any) -> bool:
     return type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
 def _layer(layer: Any, views: Sequence[View]) -> LayerForm | None:
     """The group of a layer's handles, and their forms; None if they show anything but one of `views`."""
-    if not _grows(layer):
+    if not (_grows(layer) or _is_buffer(layer)) or not layer.is_initialized:
         return None
     pair = layer.keys, layer.values
     if not all(isinstance(handle, PagedTensor) and handle._form is plain(*handle._form[:2]) for handle in pair):

@@ -137,7 +137,8 @@ class PlainReuse:
         rest[place if place in given or not name else name] = structure.filled(lent.views)
         positional = [rest[i] for i in range(sum(isinstance(place, int) for place in rest))]
         try:
-            result = function(*positional, **{key: value for key, value in rest.items() if isinstance(key, str)})
+            with loan:
+                result = function(*positional, **{key: value for key, value in rest.items() if isinstance(key, str)})
         except StalePrefix:
             return None
         except PagedInductorError:

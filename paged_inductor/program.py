@@ -111,7 +111,7 @@ class PagedProgram:
             inputs = [args[i] for i in self._kept]
             for j in self._densify:
                 inputs[j] = inputs[j].dense()
-            named = self._sharer.begin(args, self._plans, views) if self._sharer is not None else None
+            named = self._sharer.begin(args, self._plans, steps) if self._sharer is not None else None
             runtime.begin(views)
         except BaseException:
             undo(steps)

@@ -56,13 +56,19 @@ def policy() -> Policy:
 
 
 def borrow(
-    known: Known, value: Callable[[Any], Any], behind: int, kept: Sequence[int | None], results: bytes | None = None
+    known: Known,
+    value: Callable[[Any], Any],
+    behind: int,
+    kept: Sequence[int | None],
+    results: bytes | None = None,
+    buffer: int | None = None,
 ) -> tuple[Lent, Loan] | None:
     """Views of what is cached of a prompt, but for its last `behind` tokens, and their loan; None if nothing is, or a
     call is not understood.
 
     value: tells an argument of the call; None if it is not given, or of None. kept: how many of the last tokens the
-    model's cache has of each group; None for all. results: see `Loan`.
+    model's cache has of each group; None for all. results: see `Loan`. buffer: how many positions the model's cache
+    has, if it is static.
     """
     sharer, sharing = known.sharer, known.sharer.sharing
     ids, *along = (value(sharer.places[name]) for name in (sharing.ids, *sharing.positions, *sharing.others))
@@ -72,12 +78,14 @@ def borrow(
     root = sharer.root(known.weights, rules.salt)
     mask = value(sharer.places[sharing.mask]) if sharing.mask else None
     count = len(sharing.positions)
-    prompts = row_tokens(ids, along[:count], along[count:], mask, 0)
+    prompts = row_tokens(ids, along[:count], along[count:], mask, 0, static=buffer is not None)
     if root is None or prompts is None:
         return None
     length = ids.shape[1]
+    if buffer is not None and length > buffer:
+        return None
     windows = sharer.prompt_windows(length)
     roots = [group_root(root, place) for place in sharing.order]
     prompts = [with_windows(prompt, windows) for prompt in prompts]
-    lent = lend(manager(), known.groups, roots, kept, prompts, length - behind, rules, "a cached prompt")
-    return None if lent is None else (lent, Loan.of(lent.views, windows, results))
+    lent = lend(manager(), known.groups, roots, kept, prompts, length - behind, rules, "a cached prompt", buffer)
+    return None if lent is None else (lent, Loan(lent.views, windows, results))

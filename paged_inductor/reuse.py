@@ -31,13 +31,17 @@ class _Form(NamedTuple):
     layers: Layers
 
 
+_Passed = tuple[bool | str, ...]
+"""Whether a call's cache is static, and which tensors are passed."""
+
+
 class Reuse:
     """The cached prompts of one model of transformers' kind. It learns from the first call how its prompts become
     caches."""
 
     def __init__(self, signature: inspect.Signature) -> None:
         """signature: of the model's `forward`, which takes `logits_to_keep`."""
-        self._forms: dict[tuple[str, ...], _Form] = {}  # by which tensors are passed
+        self._forms: dict[_Passed, _Form] = {}
         self._made: dict[object, EmptyCache] = {}  # caches that the model makes by itself, by `use_cache`
         names = signature.parameters
         self._names = tuple(names)
@@ -53,18 +57,20 @@ class Reuse:
         if begun is None:
             return function(**kwargs)
         cache, kwargs = begun
-        form = tuple(sorted(name for name, value in kwargs.items() if isinstance(value, Tensor)))
+        static = cache is not None and cache.buffer is not None
+        form: _Passed = (static, *sorted(name for name, value in kwargs.items() if isinstance(value, Tensor)))
         seen = self._forms.get(form)
         if seen is None or cache is None or not cache.has_room_for(len(seen.layers)):
             return self._observe(function, kwargs, cache, form)
         kept = kept_tokens(seen.layers, len(seen.known.groups))
-        found = borrow(seen.known, kwargs.get, kwargs["logits_to_keep"], kept)
+        found = borrow(seen.known, kwargs.get, kwargs["logits_to_keep"], kept, buffer=cache.buffer)
         if found is None:
             return self._observe(function, kwargs, cache, form)
         lent, loan = found
         try:
             cache.fill(seen.layers, lent)
-            result = function(**_rest(kwargs, lent.length))
+            with loan:
+                result = function(**_rest(kwargs, lent.length))
             if loan.confirmed and dynamic_caches.logits_only(result):  # other outputs would lack the cached positions
                 return result
         except StalePrefix:
@@ -88,7 +94,7 @@ class Reuse:
             if name not in NEUTRAL or (name in WITH_TOKENS and value.shape[-1] != ids.shape[1]):
                 return None
         mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        if mask is not None and not (isinstance(mask, Tensor) and (mask.shape == ids.shape or mask.dim() == 4)):
             return None
         if len(caches) == 1:
             return next(iter(caches.values())), kwargs
@@ -101,7 +107,7 @@ class Reuse:
         return cache, {**kwargs, self._cache_keyword: cache.value}
 
     def _observe(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], cache: EmptyCache | None, form: tuple[str, ...]
+        self, function: Callable[..., Any], kwargs: dict[str, Any], cache: EmptyCache | None, form: _Passed
     ) -> Any:
         """Call, and see where the caches that were begun ended up."""
         with Observer.watching() as observer:
@@ -127,7 +133,10 @@ class Reuse:
 
 def _rest(kwargs: Mapping[str, Any], length: int) -> dict[str, Any]:
     """The arguments for what comes behind the first `length` tokens."""
-    return {
+    rest = {
         name: value[..., length:] if name in WITH_TOKENS and value is not None else value
         for name, value in kwargs.items()
     }
+    if (mask := rest.get("attention_mask")) is not None and mask.dim() == 4:  # of each token on its own
+        rest["attention_mask"] = mask[:, :, length:]
+    return rest

@@ -20,6 +20,7 @@ from .weights import Weights
 
 if TYPE_CHECKING:
     from .group_plan import GroupPlan
+    from .step import Step
 
 __all__ = [
     "Learner",
@@ -40,24 +41,27 @@ class StalePrefix(Exception):
 class Loan:
     """A view of a prefix that a prompt is about to go on from.
 
-    windows: of the whole prompt, see `RowNames`. results: of the graph of whole prompts, if what it returns is wanted
-    (see `Sharing`). confirmed: the graph that went on would have computed the prefix in the same way. outputs, views:
-    what it returns, and the views that it filled.
+    lent: the views, which the graph that goes on from them finds it by within a `with` block. windows: of the whole
+    prompt, see `RowNames`. results: of the graph of whole prompts, if what it returns is wanted (see `Sharing`).
+    confirmed: the graph that went on would have computed the prefix in the same way. outputs, views: what it returns,
+    and the views that it filled.
     """
 
-    def __init__(self, windows: Windows, results: bytes | None = None) -> None:
+    def __init__(self, lent: Sequence[View], windows: Windows, results: bytes | None = None) -> None:
+        self.lent = lent
         self.windows = windows
         self.results = results
         self.confirmed = False
         self.outputs: Sequence[Any] = ()
         self.views: Sequence[View] = ()
 
-    @classmethod
-    def of(cls, views: Sequence[View], windows: Windows, results: bytes | None = None) -> Loan:
-        """One that the graph which goes on from `views` will find."""
-        loan = cls(windows, results)
-        loans.update(dict.fromkeys(views, loan))
-        return loan
+    def __enter__(self) -> Loan:
+        loans.update(dict.fromkeys(self.lent, self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for view in self.lent:
+            loans.pop(view, None)  # a static view goes on to live
 
 
 class Registration:
@@ -115,34 +119,51 @@ class Sharer:
         facts = (self.sharing.digest, weights, forgotten, salt, len(self._others), whole)
         return sha256(repr(facts).encode()).digest()
 
-    def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> Named | None:
-        """A step is about to fill `views`; None if it will share nothing."""
-        starts = not plans[0].inputs
-        lead = views[0]
+    def begin(self, args: Sequence[Any], plans: Sequence[GroupPlan], steps: Sequence[Step]) -> Named | None:
+        """Steps, one of each group, are about to be made; None if they will share nothing."""
+        lead = steps[0].view
+        count = plans[0].count(args)
+        starts = steps[0].extent == count if plans[0].static is not None else not plans[0].inputs
         if starts and not self.sharing.starts:
             return None
-        alone = not starts or len(lead.rows) == 1 or lead.length < lead.group.block_size
+        alone = not starts or len(lead.rows) == 1 or count < lead.group.block_size
         if alone and lead.tenant.share == "none" and registering.get() is None:
             return None
-        count = plans[0].count(args)
-        found = self._before(args, views, count, count)
+        firsts = [step.extent and step.extent - count for step in steps]
+        found = self._before(args, plans, [step.view for step in steps], firsts, count, count)
         if found is None:
             return None
         root = self.root(args, lead.tenant.salt)
         return None if root is None else Named(root, *found)
 
-    def _before(self, args: Sequence[Any], views: Sequence[View], held: int, count: int) -> tuple[int, Windows] | None:
+    def _before(
+        self,
+        args: Sequence[Any],
+        plans: Sequence[GroupPlan],
+        views: Sequence[View],
+        firsts: Sequence[int | None],
+        held: int,
+        count: int,
+    ) -> tuple[int, Windows] | None:
         """How many tokens were there before a step of `count` new ones, and the windows of all; None if rows start
-        later, or the graph does not do what was proven of it. held: how many of the new ones `views` have already."""
-        totals = {
-            row.skipped * view.group.block_size + seen for view in views for row, seen in zip(view.rows, view.lengths)
-        }
+        later, or the graph does not do what was proven of it. firsts: the first positions that are written, of static
+        views. held: how many of the new ones others have already."""
+        totals, shown = set(), {}
+        for plan, view, first, place in zip(plans, views, firsts, self.sharing.order):
+            if first is not None:
+                if plan.static is None or not plan.static.complete or (first and not plan.inputs):
+                    return None
+                totals.add(first)
+                shown[place] = first
+            else:
+                rows = zip(view.rows, view.lengths)
+                totals |= {row.skipped * view.group.block_size + seen - held for row, seen in rows}
+                shown[place] = view.length - held
         if len(totals) != 1:
             return None
-        old = totals.pop() - held
+        old = totals.pop()
         if any(read(args) != 0 for read in self._zeros) or any(read(args) != old for read in self._totals):
             return None
-        shown = dict(zip(self.sharing.order, (view.length - held for view in views)))
         if any(length > old for length in shown.values()):
             return None
         windows = self._windows(old, shown, count)
@@ -184,10 +205,10 @@ class Sharer:
         policy = Policy.of(views[0].tenant, registration is not None)
         if self.root(args, views[0].tenant.salt) != named.root:  # the weights were written to meanwhile
             return
-        starts = not plans[0].inputs
+        starts = not plans[0].inputs or (plans[0].static is not None and named.old == 0)
         if not starts and all(row.names is None for view in views for row in view.rows):
             return
-        tokens = self._tokens(args, named.old)
+        tokens = self._tokens(args, named.old, plans[0].static is not None)
         if tokens is None:
             return
         for place, view in zip(self.sharing.order, views):
@@ -199,12 +220,11 @@ class Sharer:
         if starts and policy.shares and (who := learner.get()) is not None:
             who.learn(self, args, views, outputs)
 
-    def _tokens(self, args: Sequence[Any], old: int) -> list[Tokens] | None:
+    def _tokens(self, args: Sequence[Any], old: int, static: bool) -> list[Tokens] | None:
         """The new tokens of each row, the first of which is token `old`."""
         mask = args[self._mask] if self._mask is not None else None
-        return row_tokens(
-            args[self._ids], [args[i] for i in self._positions], [args[i] for i in self._others], mask, old
-        )
+        along = [args[i] for i in self._positions], [args[i] for i in self._others]
+        return row_tokens(args[self._ids], *along, mask, old, static)
 
     def _extended(self, new: Sequence[Tokens], named: Named, view: View, starts: bool) -> list[RowNames | None]:
         """The names of all tokens of each row, of which the first `named.old` should be known."""
@@ -230,7 +250,10 @@ class Sharer:
         """Whether this graph would have computed these views' tokens in the same way, and results as wanted."""
         if loan.results is not None and loan.results != self.sharing.results:
             return False
-        before = self._before(args, views, 0, plans[0].count(args))
+        firsts = [None if plan.static is None else plan.static.first(args) for plan in plans]
+        if any(first is not None and first != view.extent for first, view in zip(firsts, views)):
+            return False
+        before = self._before(args, plans, views, firsts, 0, plans[0].count(args))
         if before is None or before[1] != loan.windows:
             return False
         root = self.root(args, manager().tenants.current().salt)

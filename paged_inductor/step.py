@@ -64,10 +64,10 @@ class StaticWrites:
         self, group: CacheGroup, view: View | None, batch: int, count: int, args: Sequence[Any], label: str
     ) -> Step | None:
         """Make room for `count` tokens in `view`, or in a new one; None if the positions do not allow it."""
-        first = self.starts[0](args)
+        first = self.first(args)
         stop = first + count
         length = self.length(args) if view is None else view.length
-        if first < 0 or stop > length or any(start(args) != first for start in self.starts[1:]):
+        if first < 0 or stop > length:
             return None
         before = None if view is None or self.functional else view.extent
         if view is None:
@@ -76,6 +76,11 @@ class StaticWrites:
             view = manager().derive(view, view.rows, view.lengths, view.length)
         reserve(view, first, stop, self.complete)
         return Step(view, extent=stop, before=before)
+
+    def first(self, args: Sequence[Any]) -> int:
+        """The first position that a call writes; -1 if it is not the same in all caches."""
+        first = self.starts[0](args)
+        return first if all(start(args) == first for start in self.starts[1:]) else -1
 
     def succeeded(self, args: Sequence[Any], first: int) -> None:
         """The call for `args`, which wrote from position `first` on, succeeded."""

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from struct import pack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .runtime import Tokens
@@ -56,10 +57,17 @@ def marked(deviations: Mapping[int, bytes], marks: Mapping[int, bytes], old: int
 
 
 def row_tokens(
-    ids: Tensor, positions: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor | None, old: int
+    ids: Tensor,
+    positions: Sequence[Tensor],
+    others: Sequence[Tensor],
+    mask: Tensor | None,
+    old: int,
+    static: bool = False,
 ) -> list[Tokens] | None:
     """The tokens of each row of `ids` [B, S], of which the first is token `old` of its row; None if the mask
-    [B or 1, old + S] is of another size, or not made of ones and zeros. positions, others: [B or 1, S] or [S]."""
+    [B or 1, old + S] is of another size, or not made of ones and zeros. positions, others: [B or 1, S] or [S]. static:
+    the mask may be longer, or of truth values [B or 1, 1, S, old + S or more]; None, too, if these show a token another
+    one that is behind it, or hide a token from some only."""
     rows = ids.tolist()
     count = ids.shape[1]
     usual = list(range(old, old + count))
@@ -75,6 +83,10 @@ def row_tokens(
             for at, value in enumerate(own):
                 deviations[at] = deviations.get(at, b"") + pack("<cBq", b"o", n, int(value))
     hidden: list[list[int]] = [[] for _ in rows]
+    if mask is not None and static:
+        mask = _columns(mask, old, count)
+        if mask is None:
+            return None
     if mask is not None:
         if mask.dim() != 2 or mask.shape[1] != old + count:
             return None
@@ -88,6 +100,18 @@ def row_tokens(
                     if k >= old:
                         found[at][k - old] = found[at].get(k - old, b"") + b"h"
     return [Tokens(*each) for each in zip(rows, found, hidden)]
+
+
+def _columns(mask: Tensor, old: int, count: int) -> Tensor | None:
+    """Which of a row's first `old + count` tokens a mask shows [B or 1, old + count]; None if it does not show them to
+    all that come behind, or shows anything else."""
+    if mask.dim() != 4:
+        return mask[:, : old + count]
+    if mask.shape[1] != 1 or mask.shape[2] != count or mask.shape[3] < old + count:
+        return None
+    seen, last = mask[:, 0], mask[:, 0, -1:]
+    causal = torch.ones(count, mask.shape[3], dtype=torch.bool, device=mask.device).tril_(old)
+    return last[:, 0, : old + count] if torch.equal(seen, last & causal) else None
 
 
 def _by_row(values: Tensor, count: int) -> list[list[Any]]:

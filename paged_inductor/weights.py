@@ -1,19 +1,31 @@
-"""The identity of a model's weights: which tensors they are, and how often each was written to."""
+"""The identity of a model's weights: which tensors they are, in what memory, and how often each was written to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Weights"]
 
-_serials = WeakTensorKeyDictionary()  # unlike an address, a serial number is never used twice
-_next = count()
+_next = count()  # unlike an address, a serial number is never used twice
+_tensors = WeakTensorKeyDictionary()  # tensor -> its serial number
+_storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, which none gets again while it is referred to
+_expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # five times as fast as by way of the reference
+
+
+class _Seen(NamedTuple):
+    """A tensor as it was. storage: the handle of what holds its memory, which `tensor.data = ...` exchanges."""
+
+    tensor: torch.Tensor
+    version: int
+    address: int
+    storage: int
 
 
 class Weights:
@@ -21,7 +33,7 @@ class Weights:
 
     def __init__(self, positions: Mapping[str, int]) -> None:
         self._items = sorted(positions.items())
-        self._known: tuple[Sequence[tuple[torch.Tensor, int, int]], bytes] | None = None
+        self._known: tuple[Sequence[_Seen], Sequence[StorageWeakRef], bytes] | None = None
 
     def tensors(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """The weights among the arguments of a call, by position."""
@@ -31,23 +43,29 @@ class Weights:
         """32 bytes that are the same for the same weights, unless they were written to in between; None if nobody could
         tell. (Writes through `tensor.data` and by other libraries than torch are not noticed.)"""
         if self._known is not None:
-            seen, digest = self._known
-            for (_, position), (tensor, version, address) in zip(self._items, seen):
+            seen, _, digest = self._known
+            for (_, position), (tensor, version, address, storage) in zip(self._items, seen):
                 given = args[position]
-                if given is not tensor or given._version != version or given.data_ptr() != address:
-                    break
+                if given is not tensor or given._version != version or given.data_ptr() != address or _expired(storage):
+                    break  # while the storage lives, no other has its address
             else:
                 return digest
         tensors = [args[position] for _, position in self._items]
-        if any(tensor.is_inference() for tensor in tensors):
-            return None
-        return self._hash([(tensor, tensor._version, tensor.data_ptr()) for tensor in tensors])
+        return None if any(tensor.is_inference() for tensor in tensors) else self._hash(tensors)
 
-    def _hash(self, seen: Sequence[tuple[torch.Tensor, int, int]]) -> bytes:
-        facts = [
-            (name, _serials.setdefault(tensor, next(_next)), version, address)
-            for (name, _), (tensor, version, address) in zip(self._items, seen)
-        ]
+    def _hash(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        for handle, (ref, _) in list(_storages.items()):
+            if ref.expired():
+                _storages.pop(handle, None)
+        seen, refs, facts = [], [], []
+        for (name, _), tensor in zip(self._items, tensors):
+            storage = tensor.untyped_storage()
+            known = _storages.get(storage._cdata)
+            if known is None:
+                known = _storages.setdefault(storage._cdata, (StorageWeakRef(storage), next(_next)))
+            seen.append(_Seen(tensor, tensor._version, tensor.data_ptr(), known[0].cdata))
+            refs.append(known[0])
+            facts.append((name, _tensors.setdefault(tensor, next(_next)), known[1], *seen[-1][1:3]))
         found = sha256(repr(facts).encode()).digest()
-        self._known = seen, found
+        self._known = seen, refs, found
         return found

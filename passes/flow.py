@@ -170,6 +170,10 @@ class Flows:
         """A flow whose values will be used as they are: an index is counted from the row's first token on."""
         if flow.offset is None:
             return flow
+        if self.num_tokens != 1 and not any(flow.labels):  # the same for all new tokens
+            if flow.offset.is_Integer:
+                return replace(flow, offset=None, digest=digest("constant", int(flow.offset)))
+            raise NotShared("the call's first position enters its values")
         relative, before = sympy.expand(flow.offset - self.past), self.past
         if not relative.is_Integer:
             if not any(flow.labels) and flow.offset.is_Integer:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from .base import AttentionSite, CacheSite, GraphState
 from .by_hand import sink_logits
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
+from .flow_static import shows_as_told
 from .hand_written import HandWritten
 from .known import known_tensors
 from .mask_values import HUGE
@@ -22,14 +23,14 @@ __all__ = ["AttentionFlows", "new_tokens"]
 
 
 class AttentionFlows:
-    """The attentions of a graph whose caches all begin (creates) or are all extended.
+    """The attentions of a graph whose caches all begin (creates), are all extended, or are all static.
 
     mask: the input that hides tokens from all behind them, if an attention met one. windows: of attentions that are
     understood, see `Sharing`.
     """
 
-    def __init__(self, state: GraphState, flows: Flows, creates: bool) -> None:
-        self.state, self.flows, self.creates = state, flows, creates
+    def __init__(self, state: GraphState, flows: Flows, creates: bool, static: bool) -> None:
+        self.state, self.flows, self.creates, self.static = state, flows, creates, static
         self.mask: Node | None = None
         self.windows: dict[Node, int | None] = {}
         self.specs: dict[tuple[object, ...], MaskSpec] = {}
@@ -111,27 +112,46 @@ class AttentionFlows:
         but for those that an input hides from all."""
         queries, keys = site.num_queries, site.kv_len
         spec = site.mask or self._proven(mask, site.is_causal, queries, keys)
-        one = self.flows.size(queries) == 1
-        exact = spec.causal_offset is not None and self._is_past(spec.causal_offset, queries, keys)
-        if not exact and not (one and spec.causal_offset is None):
+        if self.static and spec.tensor is not None and spec.columns is None:
+            self._told(site, mask, spec)
+            return None
+        before = self.flows.expr(keys) - self.flows.expr(queries)
+        past = self.flows.past if self.static else before
+        exact = spec.causal_offset is not None and self._is_past(spec.causal_offset, past)
+        last = spec.causal_offset is None and self.flows.size(queries) == 1 and sympy.expand(before - past) == 0
+        if not exact and not last:
             raise NotShared(f"the mask of {site.node.name} is not proven to hide later tokens only ({spec.proof})")
         if spec.tensor is not None:
             if not spec.padding or spec.columns is None or self.mask not in (None, spec.columns):
                 raise NotShared(f"the mask of {site.node.name} is not understood as a whole ({spec.proof})")
             self.mask = spec.columns
-            shown_from = self.flows.expr(keys) - self.flows.expr(queries) + spec.first_column
-            if (before := sympy.expand(shown_from.xreplace(dict(self.flows.equal)))) != 0:
-                self.flows.assume("totals", before)  # column k is token k
+            column = spec.first_column if self.static else before + spec.first_column
+            column = sympy.expand(column.xreplace(dict(self.flows.equal)))
+            if self.static and column != 0:
+                raise NotShared(f"the mask of {site.node.name} does not begin with the cache")
+            if column != 0:
+                self.flows.assume("totals", column)  # column k is token k
         if spec.window is None:
             return None
         if not sympy.sympify(spec.window).is_Integer:
             raise NotShared(f"the window of {site.node.name} depends on a length")
         return int(spec.window)
 
-    def _is_past(self, offset: sympy.Expr, queries: int | torch.SymInt, keys: int | torch.SymInt) -> bool:
-        before = self.flows.expr(keys) - self.flows.expr(queries)
-        off_by = sympy.expand(offset.xreplace(dict(self.flows.equal)) - before)
-        if off_by != 0 and not self.creates and self.flows.known_at_calls(off_by):
+    def _told(self, site: AttentionSite, mask: Node | None, spec: MaskSpec) -> None:
+        """An attention over whole buffers, whose mask is an input that each call looks at."""
+        flows, keys = self.flows, self.flows.size(site.kv_len)
+        if (
+            mask is None
+            or site.is_causal
+            or self.mask not in (None, mask)
+            or not shows_as_told(mask, flows.num_rows, flows.num_tokens, keys, flows)
+        ):
+            raise NotShared(f"the mask of {site.node.name} is not understood as a whole ({spec.proof})")
+        self.mask = mask
+
+    def _is_past(self, offset: sympy.Expr, past: sympy.Expr) -> bool:
+        off_by = sympy.expand(offset.xreplace(dict(self.flows.equal)) - past)
+        if off_by != 0 and not self.creates and not self.static and self.flows.known_at_calls(off_by):
             self.flows.assume("zeros", off_by)
             return True
         return off_by == 0

@@ -55,7 +55,7 @@ def _elementwise(flows: Flows, node: Node, *args: Any, **kwargs: Any) -> Flow:
     name = getattr(node.target, "__name__", str(node.target))
     if kwargs.get("out") is not None or kwargs.get("inplace"):
         raise NotShared(f"{node.name} writes in place")
-    moved = _moved_index(flows, name, args) if not kwargs else None
+    moved = _moved_index(flows, node, name, args) if not kwargs else None
     if moved is not None:
         return moved
     given = [*args, *(kwargs[key] for key in sorted(kwargs))]
@@ -65,12 +65,14 @@ def _elementwise(flows: Flows, node: Node, *args: Any, **kwargs: Any) -> Flow:
     return flows.made(node, name, operands, _broadcast(flows, node, tensors), *facts)
 
 
-def _moved_index(flows: Flows, name: str, args: Sequence[Any]) -> Flow | None:
-    """An index along the tokens plus or minus an integer, which may be a length."""
+def _moved_index(flows: Flows, node: Node, name: str, args: Sequence[Any]) -> Flow | None:
+    """An index along the tokens plus or minus an integer, which may be a length, or a counter."""
     if name not in ("add", "sub") or len(args) != 2:
         return None
     index, by = args if is_tensor(args[0]) else args[::-1]
-    if is_tensor(by) or not is_tensor(index) or (name == "sub" and index is not args[0]):
+    if is_tensor(by):
+        return _counted_on(flows, name, node, flows.of(index), flows.of(by))
+    if not is_tensor(index) or (name == "sub" and index is not args[0]):
         return None
     flow = flows.of(index)
     if isinstance(by, Node):
@@ -78,6 +80,16 @@ def _moved_index(flows: Flows, name: str, args: Sequence[Any]) -> Flow | None:
     if flow.offset is None or isinstance(by, bool) or not isinstance(by, int | torch.SymInt):
         return None
     return replace(flow, offset=sympy.expand(flow.offset + (1 if name == "add" else -1) * flows.expr(by)))
+
+
+def _counted_on(flows: Flows, name: str, node: Node, a: Flow, b: Flow) -> Flow | None:
+    """The sum of an index along the tokens and of a counter, which is the same for all of them."""
+    if a.offset is None or b.offset is None or name != "add" or not any(not any(each.labels) for each in (a, b)):
+        return None
+    labels = [""] * len(flows.sizes(node))
+    if along := [each.labels for each in (a, b) if any(each.labels)]:
+        labels[-len(along[0]) :] = along[0]
+    return Flow(flows.labelled(flows.sizes(node), labels), b"", offset=sympy.expand(a.offset + b.offset))
 
 
 _FRESH = {
@@ -228,12 +240,19 @@ def _matmul(flows: Flows, node: Node, x: Node, y: Node) -> Flow:
 def _embedding(flows: Flows, node: Node, ids: Node, weight: Node, *args: Any, **kwargs: Any) -> Flow:
     if any(flows.scalar(item) for item in (*args[1:2], kwargs.get("max_norm"))):  # it rescales the weights in place
         raise NotShared(f"{node.name} has a max_norm")
-    return looked_up(flows, node, weight, ids)
+    return looked_up(flows, node, weight, flows.of(ids))
 
 
-def looked_up(flows: Flows, node: Node, weight: Node, ids: Node) -> Flow:
+@handles("index_select")
+def _index_select(flows: Flows, node: Node, x: Node, dim: int, index: Node) -> Flow:
+    if dim != 0:
+        raise NotShared(f"{node.name} picks some of the features")
+    return looked_up(flows, node, x, flows.of(index))
+
+
+def looked_up(flows: Flows, node: Node, weight: Node, ids: Flow) -> Flow:
     """Rows of a weight, by index."""
-    index = flows.resolved(flows.of(ids))
+    index = flows.resolved(ids)
     rest = len(flows.sizes(weight)) - 1
     return flows.made(node, "embedding", [_constant(flows, weight), index], [*index.labels, *[""] * rest])
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -96,7 +97,7 @@ def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
     value = flows.values.get(x)
     if is_tensor(index):
         pairs = picked(flows, node, x, index)
-        return looked_up(flows, node, x, index) if pairs is None else pairs
+        return looked_up(flows, node, x, flows.of(index)) if pairs is None else pairs
     if isinstance(value, NotShared):
         raise value
     if isinstance(value, tuple):
@@ -109,6 +110,8 @@ def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
         items[at : at + 1] = [slice(None)] * (len(flow.labels) - taken)
     else:
         items += [slice(None)] * (len(flow.labels) - taken)
+    if (rows := _consecutive(flows, node, flow, items)) is not None:
+        return looked_up(flows, node, x, rows)
     labels, facts, dim, last = [], [], 0, flow.last
     for item in items:
         if item is None:
@@ -140,6 +143,25 @@ def _getitem(flows: Flows, node: Node, x: Any, index: Any) -> Any:
     if not facts:
         return _kept(flow, labels)
     return replace(flows.made(node, "getitem", [flows.resolved(flow)], labels, *facts), last=last)
+
+
+def _consecutive(flows: Flows, node: Node, flow: Flow, items: Sequence[Any]) -> Flow | None:
+    """The indices of the rows that a slice takes of a weight, if these are as many as the tokens of the call, from its
+    first position on; None of any other index."""
+    rows = items[0]
+    if flow.varies or any(flow.labels) or flow.offset is not None or not isinstance(rows, slice):
+        return None
+    if rows == slice(None) or rows.step not in (None, 1) or any(each != slice(None) for each in items[1:]):
+        return None
+    first = rows.start.meta.get("example_value") if isinstance(rows.start, Node) else rows.start or 0
+    size = flows.sizes(node)[0]
+    if (
+        size != flows.num_tokens
+        or not isinstance(first, int | torch.SymInt)
+        or sympy.expand(flows.expr(first)) != flows.past
+    ):
+        return None
+    return Flow(flows.labelled((size,), (TOKENS,)), b"", offset=flows.past)
 
 
 def _whole(flows: Flows, item: slice, size: int) -> bool:

@@ -19,6 +19,7 @@ from .attention import equal_lengths
 from .base import CacheSite, GraphState, Pass, Sharing
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_attention import AttentionFlows, new_tokens
+from .flow_static import StaticStart
 from .mask_effects import Writers
 from .tensors import expr, is_tensor, shape, source_name
 
@@ -49,23 +50,30 @@ class _Proof:
 
     def __init__(self, state: GraphState, told_apart: bool = False) -> None:
         kinds = {group.kind for group in state.groups}
-        if kinds not in ({"create"}, {"append"}):
+        if kinds not in ({"create"}, {"append"}, {"static"}):
             raise NotShared(f"its caches are of kind {' and '.join(sorted(kinds))}, not all begun or all extended here")
+        static = StaticStart.of(state) if kinds == {"static"} else None
         self.state = state
         self.told_apart = told_apart
         self.mixes = False
         self.creates = kinds == {"create"}
+        self.static = static is not None
         lead = state.groups[0].sites[0]
         equal = equal_lengths(state)
         past = sympy.S.Zero
-        if lead.past is not None:
+        if static is not None:
+            equal |= static.equal
+            past = static.past
+        elif lead.past is not None:
             past = sympy.expand(expr(shape(lead.past)[lead.axes.index("S")]).xreplace(equal))
         inputs = (node.meta.get("example_value") for node in state.placeholders)
         integers = (expr(value) for value in inputs if isinstance(value, torch.SymInt))
         counters = frozenset(symbol for value in integers for symbol in value.free_symbols)
         self.flows = Flows(lead.size("B"), lead.new_tokens, past, equal, counters=counters)
         self.roles: dict[Node, str] = {}
-        self.attend = AttentionFlows(state, self.flows, self.creates)
+        if static is not None:
+            static.enter(self.flows, state.gm.graph)
+        self.attend = AttentionFlows(state, self.flows, self.creates, self.static)
 
     def result(self) -> Sharing:
         """The proof's outcome; raises `NotShared`."""
@@ -113,11 +121,12 @@ class _Proof:
         if not ids or self.flows.sizes(ids[0])[0] != self.flows.num_rows:
             raise NotShared("no token ids make its K and V")
         positions = [node.name for node in aligned if "pos" in node.name]
-        everything = visited | self._visited(self._returned())
+        everything = visited | (set() if self.static else self._visited(self._returned()))
         returns = self.flows.current = self.state.gm.graph.output_node()
-        results, last = self._results(role)
+        results, last = (b"", 0) if self.static else self._results(role)  # it may return counters, moved on
         used = {None, returns, *everything} if results else {None, *visited}
-        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)), key=str)
+        known = {("totals", self.flows.past)} if self.static else set()  # where a call writes is read anyway
+        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)) - known, key=str)
         flows = (self.flows.values.get(node) for node in everything)
         counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
         self.mixes = len(positions) > 1 or (bool(positions) and any(counted))
@@ -129,7 +138,7 @@ class _Proof:
             weights=tuple(node.name for node, kind in role.items() if kind == "weight"),
             whole=tuple(node.name for node, kind in role.items() if kind == "whole"),
             digest=how,
-            starts=self.creates and self.flows.num_tokens > 1,
+            starts=(self.creates or self.static) and self.flows.num_tokens > 1,
             order=order,
             windows=windows,
             zeros=tuple(size for kind, size in assumed if kind == "zeros"),
@@ -185,7 +194,7 @@ class _Proof:
 
     def _input(self, node: Node) -> None:
         value, flows = node.meta.get("example_value"), self.flows
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or node in flows.values:
             return
         if node in self.state.inputs:
             raise NotShared(f"the cache {node.name} is read by something else than an attention")

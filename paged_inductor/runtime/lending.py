@@ -33,7 +33,8 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
     """A step succeeded: its rows are known by `names` (None: not known).
 
     Blocks that it filled, and that exist under their names, in the scopes of `policy` or in another row of the view,
-    are replaced by those; the others are entered. Obligation: nobody else has the view yet, and no step uses it.
+    are replaced by those; the others are entered. Obligation: nobody else has the view yet, unless it is static, and
+    this thread's steps do not use it.
     """
     group = view.group
     size = group.block_size
@@ -62,7 +63,7 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
                     if policy.own is not None and own not in index:
                         parent = known.digests[at - 1] if at else known.root
                         index.add(own, BlockName(policy.own, digest, parent, known.keys[at], policy.priority))
-                elif _may_replace(group, row, j) and _replace(manager, group, row, j, block, policy):
+                elif _may_replace(view, row, j) and _replace(manager, group, row, j, block, policy):
                     replaced = True
                     private &= _private(row, j * size)
                 if policy.own == SYSTEM and row.blocks[j] in index:
@@ -73,9 +74,10 @@ def settle(manager: Manager, view: View, names: Sequence[RowNames | None], polic
             group.epoch += 1  # other views' tables are stale
 
 
-def _may_replace(group: CacheGroup, row: Row, j: int) -> bool:
-    """Whether no running step reads block `j` of a row."""
-    return _private(row, j * group.block_size) or row.blocks[j] not in group.pinned_blocks()
+def _may_replace(view: View, row: Row, j: int) -> bool:
+    """Whether no running step reads block `j` of a row of a view that was filled."""
+    alone = not view.static and _private(row, j * view.group.block_size)
+    return alone or row.blocks[j] not in view.group.pinned_blocks()
 
 
 def _private(row: Row, first: int) -> bool:
@@ -111,11 +113,13 @@ def lend(
     longest: int,
     policy: Policy,
     label: str,
+    buffer: int | None = None,
 ) -> Lent | None:
     """Views of the tokens that all `prompts`, the rows of a batch, find in the index: as many from the first on as
     every row does, but at most `longest`. None if that is none.
 
-    roots: of the groups. kept: how many of the last tokens each group's view shows at most; None for all.
+    roots: of the groups. kept: how many of the last tokens each group's view shows at most; None for all. buffer: the
+    views are static, of that many positions.
     """
     tenant = manager.tenants.current()
     with manager.locked():
@@ -135,8 +139,9 @@ def lend(
                 return None  # the views made so far die here
             for row in rows:
                 register(row, row.length)
-            visible = length if most is None else min(length, most)
-            views.append(View(group, tuple(rows), tuple(row.length for row in rows), label, visible, tenant))
+            visible = buffer or (length if most is None else min(length, most))
+            lengths = tuple(row.length for row in rows)
+            views.append(View(group, tuple(rows), lengths, label, visible, tenant, static=buffer is not None))
         return Lent(views, length)
 
 

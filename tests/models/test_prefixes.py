@@ -23,6 +23,7 @@ from torch import Tensor
 import paged_inductor
 from paged_inductor.runtime import manager
 from paged_inductor.runtime.tenants import Tenant
+from paged_inductor.weights import Weights
 from tests.models.zoo import Decoder, Form, generate
 
 COMMON: dict[str, Any] = {
@@ -331,6 +332,20 @@ def test_layers_of_two_groups_do_not_take_each_others_blocks() -> None:
     first, second = ([layer.keys._view.rows[0].blocks for layer in cache.layers] for cache in kept)
     assert first[1][:2] == second[1][:2]  # the layer that keeps all shares its full blocks
     assert not set(first[0]) & {*first[1], *second[1]}
+
+
+def test_memory_that_another_tensor_had_before_is_another_weight() -> None:
+    """`tensor.data = ...` keeps the tensor and its version, and may well come by an address that it had before."""
+    weight = torch.nn.Parameter(torch.zeros(16, 32))
+    weights = Weights({"weight": 0})
+    seen, addresses = set(), set()
+    for _ in range(20):
+        weight.data = torch.zeros(16, 32)
+        addresses.add(weight.data_ptr())
+        seen.add(weights.digest([weight]))
+        assert weights.digest([weight]) in seen
+        assert Weights({"weight": 0}).digest([weight]) in seen
+    assert len(seen) == 20 > len(addresses)
 
 
 @pytest.mark.filterwarnings("ignore")

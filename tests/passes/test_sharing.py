@@ -212,7 +212,10 @@ def test_a_mask_whose_columns_are_an_inputs_is_shared() -> None:
         ({"mix": lambda m, x, extra: x - x.mean(0, keepdim=True)}, "joins all positions, or all rows"),
         ({"mix": lambda m, x, extra: x.flip(1)}, "flip at flip may mix positions"),
         ({"mix": lambda m, x, extra: x + x[:, -1:]}, "picks some of the positions"),
-        ({"mix": lambda m, x, extra: x + m.places[: x.shape[1]]}, "joins tokens with a tensor of the call's length"),
+        (
+            {"mix": lambda m, x, extra: x + m.places[1 : x.shape[1] + 1]},
+            "joins tokens with a tensor of the call's length",
+        ),
         ({"mix": lambda m, x, extra: x.reshape(x.shape[0], -1, 2 * DIM).view(x.shape)}, "mixes tokens"),
         ({"mix": lambda m, x, extra: F.dropout(x, 0.5, True)}, "is random"),
         ({"mix": lambda m, x, extra: x.view(x.shape).add_(1)}, "writes in place"),
