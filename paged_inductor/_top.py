@@ -168,12 +168,13 @@ def _activity(now: Samples, before: Samples | None) -> Any:
 
 
 def _programs(now: Samples) -> Any:
-    table = _table("program", "tenant", "steps", "mean", "P50", "P95", "P99")
+    table = _table("program", "tenant", "phase", "steps", "mean", "P50", "P95", "P99")
     for labels in now.labels("step_seconds_count"):
         count = now.count("step_seconds_count", **labels)
         times = [now.count("step_seconds_sum", **labels) / count] if count else [0.0]
         times += [now.count("step_quantile_seconds", **labels, quantile=share) for share in ("0.5", "0.95", "0.99")]
-        table.add_row(labels["program"], labels["tenant"], f"{count:,.0f}", *map(duration, times))
+        who = (labels["program"], labels["tenant"], labels["phase"])
+        table.add_row(*who, f"{count:,.0f}", *map(duration, times))
     return table
 
 

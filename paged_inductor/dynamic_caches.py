@@ -70,9 +70,9 @@ class EmptyCache:
         """One more of this kind."""
         return self.like(self.value)
 
-    def has_room_for(self, count: int) -> bool:
-        """Whether it has `count` layers, or none yet."""
-        return len(self._layers) in (0, count)
+    def fits(self, layers: Layers) -> bool:
+        """Whether it has layers that keep as much as these, or none yet."""
+        return not self._layers or [_kept(layer) for layer, _ in self._layers] == [layer.kept for layer in layers]
 
     def fill(self, layers: Layers, lent: Lent) -> None:
         """Let it hold handles of what is lent."""
@@ -152,6 +152,11 @@ def _slides(layer: Any) -> bool:
     return type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
+def _kept(layer: Any) -> int | None:
+    """How many of the last tokens a layer keeps; None for all."""
+    return layer.sliding_window - 1 if _slides(layer) else None
+
+
 def _layer(layer: Any, views: Sequence[View]) -> LayerForm | None:
     """The group of a layer's handles, and their forms; None if they show anything but one of `views`."""
     if not (_grows(layer) or _is_buffer(layer)) or not layer.is_initialized:
@@ -159,7 +164,7 @@ def _layer(layer: Any, views: Sequence[View]) -> LayerForm | None:
     pair = layer.keys, layer.values
     if not all(isinstance(handle, PagedTensor) and handle._form is plain(*handle._form[:2]) for handle in pair):
         return None
-    kept = layer.sliding_window - 1 if _slides(layer) else None
+    kept = _kept(layer)
     for i, view in enumerate(views):
         shown = view.length if kept is None else min(kept, view.length)
         if all(handle._view.rows == view.rows and handle._view.length == shown for handle in pair):

@@ -124,7 +124,7 @@ class MetricsCollector:
         yield from (blocks, size, common, quota, swapped, steps)
 
     def _latencies(self, now: Stats) -> Iterator[Any]:
-        labels = ("program", "tenant")
+        labels = ("program", "tenant", "phase")
         times = self._core.HistogramMetricFamily(PREFIX + "step_seconds", "Time of a compiled step.", labels=labels)
         for key, histogram in manager().counters.latencies.all().items():
             buckets = [(str(bound), count) for bound, count in histogram.buckets()]
@@ -133,7 +133,7 @@ class MetricsCollector:
         quantiles = self._gauge("step_quantile_seconds", "Quantiles of a compiled step's time.", *labels, "quantile")
         for found in now.latencies:
             for share, value in (("0.5", found.p50), ("0.95", found.p95), ("0.99", found.p99)):
-                quantiles.add_metric([found.program, found.tenant, share], value)
+                quantiles.add_metric([found.program, found.tenant, found.phase, share], value)
         yield quantiles
 
 

@@ -36,11 +36,12 @@ class TenantStats:
 @dataclass(frozen=True)
 class StepLatency:
     """How long the compiled steps of one program took for one tenant, in seconds, from the call until the handles are
-    made. On a device it is the time of the host, which does not wait. p50, p95, p99: quantiles, at most an eighth too
-    high."""
+    made. On a device it is the time of the host, which does not wait. phase: "decode" of steps of one token a row,
+    "prefill" of all others. p50, p95, p99: quantiles, at most an eighth too high."""
 
     program: str
     tenant: str
+    phase: str
     count: int
     mean: float
     p50: float
@@ -69,7 +70,7 @@ class Stats:
     copies. graph_recordings: with mode="reduce-overhead", how often a step's fixed inputs were in a new place, so that
     it had to be recorded. steps: uses of the arenas: compiled steps and eager operations.
 
-    tenants: by name. latencies: by program and tenant.
+    tenants: by name. latencies: by program, tenant and phase.
     """
 
     blocks_total: int
@@ -185,11 +186,11 @@ def stats() -> Stats:
 
 def _latencies(runtime: Manager) -> list[StepLatency]:
     found = []
-    for (program, tenant), times in runtime.counters.latencies.all().items():
+    for steps, times in runtime.counters.latencies.all().items():
         count = times.count
         if count:  # else its first step is being recorded
             quantiles = (times.quantile(share) for share in (0.5, 0.95, 0.99))
-            found.append(StepLatency(program, tenant, count, times.total / count, *quantiles))
+            found.append(StepLatency(*steps, count, times.total / count, *quantiles))
     return found
 
 

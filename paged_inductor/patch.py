@@ -13,6 +13,7 @@ from . import reports
 from ._errors import PatchError
 from .backend import BackendOptions
 from .compiling import compile_paged
+from .hooks import Hooks
 from .passes import GraphReport
 from .plain_reuse import PlainReuse
 from .reuse import Reuse
@@ -34,6 +35,7 @@ class PagedForward:
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(module.forward)
         self._call: Any = None
+        self._hooks = Hooks(module)
         signature = self.__signature__
         begins = "logits_to_keep" in signature.parameters
         self._reuse = Reuse(signature) if begins else PlainReuse(module, signature)
@@ -55,10 +57,10 @@ class PagedForward:
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call
-        if call is None:
+        if self._hooks.changed() or call is None:
             forward = type(self._module).forward.__get__(self._module)
             call = self._call = compile_paged(forward, self._options, self._owner)
-        if self._options.get("verify"):  # a cached prompt has no dense side
+        if self._options.get("verify") or self._hooks.present:  # these would not see what of a prompt is cached
             return call(*args, **kwargs)
         return self._reuse.call(call, args, kwargs)
 
@@ -83,7 +85,8 @@ def page(model: nn.Module, **options: Any) -> nn.Module:
     options: those of the backend (see `BackendOptions`): inner="inductor" | "aot_eager" | "eager", inductor={...},
     label="...", verify=True to check every step against a dense one. Nothing else changes: `model(...)` and loops
     around it, such as `model.generate`, stay as they are.
-    Calls that need gradients run un-paged. `unpage` undoes it.
+    Calls that need gradients run un-paged. Hooks of the model's parts that come or go have it compiled anew, and while
+    there are some, prompts are computed as a whole. `unpage` undoes it.
 
     Raises `PatchError` if `model` is no nn.Module, has its forward replaced by someone else, or is paged already;
     `ConfigurationError` for an unknown option.

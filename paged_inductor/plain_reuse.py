@@ -157,7 +157,7 @@ class PlainReuse:
         with Observer.watching() as observer:
             result = function(*args, **kwargs)
         known = observer.known
-        if known is None or before is None or not self._understood(known, given) or _state(self._module) != before:
+        if known is None or not self._understood(known, given) or _state(self._module) != before:
             return result
         results = returned(result, observer.outputs, observer.views)
         if results is not None and {leaf[0] for leaf in results.leaves if isinstance(leaf, tuple)} == set(
@@ -188,16 +188,13 @@ class _Same(NamedTuple):
         return same and all(a is b for a, b in zip(self.values, other.values))  # type: ignore[attr-defined]
 
 
-def _state(module: nn.Module) -> dict[tuple[str, str], _Same] | None:
-    """What a call may change that is no result: the attributes of a module's parts. None if hooks would see a split
-    call as such."""
-    found = {}
-    for path, part in module.named_modules():
-        if path and (part._forward_hooks or part._forward_pre_hooks):
-            return None
-        for name, value in vars(part).items():
-            found[path, name] = _Same(tuple(_inside(value, _DEPTH)))
-    return found
+def _state(module: nn.Module) -> dict[tuple[str, str], _Same]:
+    """What a call may change that is no result: the attributes of a module's parts."""
+    return {
+        (path, name): _Same(tuple(_inside(value, _DEPTH)))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+    }
 
 
 def _inside(value: Any, depth: int) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from . import ops
 from .group_plan import GroupPlan
 from .passes import GraphState
 from .replay import Replay
-from .runtime import Preempted, View, manager
+from .runtime import Preempted, Steps, View, manager
 from .sharing import Loan, Sharer, StalePrefix, loans
 from .sizes import size_reader
 from .step import Step, commit, undo
@@ -85,8 +85,8 @@ class PagedProgram:
                     pass  # the views of the attempt die with the exception, before the wait
                 runtime.wait_for_others()
         if done is not None:
-            tenant = done[1][0].view.tenant.name
-            runtime.counters.latencies.record(self._label, tenant, perf_counter_ns() - began)
+            steps = Steps.of(self._label, done[1][0].view.tenant.name, self._plans[0].count(args))
+            runtime.counters.latencies.record(steps, perf_counter_ns() - began)
         return done
 
     def _attempt(self, args: Sequence[Any]) -> tuple[Sequence[Any], list[Step]] | None:

@@ -60,7 +60,7 @@ class Reuse:
         static = cache is not None and cache.buffer is not None
         form: _Passed = (static, *sorted(name for name, value in kwargs.items() if isinstance(value, Tensor)))
         seen = self._forms.get(form)
-        if seen is None or cache is None or not cache.has_room_for(len(seen.layers)):
+        if seen is None or cache is None or not cache.fits(seen.layers):
             return self._observe(function, kwargs, cache, form)
         kept = kept_tokens(seen.layers, len(seen.known.groups))
         found = borrow(seen.known, kwargs.get, kwargs["logits_to_keep"], kept, buffer=cache.buffer)

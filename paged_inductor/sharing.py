@@ -133,6 +133,8 @@ class Sharer:
         found = self._before(args, plans, [step.view for step in steps], firsts, count, count)
         if found is None:
             return None
+        if count > 1:
+            self.weights.look()
         root = self.root(args, lead.tenant.salt)
         return None if root is None else Named(root, *found)
 
@@ -203,6 +205,9 @@ class Sharer:
         besides caches."""
         registration = registering.get()
         policy = Policy.of(views[0].tenant, registration is not None)
+        full = named.old // views[0].group.block_size
+        if (named.old + plans[0].count(args)) // views[0].group.block_size > full:
+            self.weights.look()  # a block will be known
         if self.root(args, views[0].tenant.salt) != named.root:  # the weights were written to meanwhile
             return
         starts = not plans[0].inputs or (plans[0].static is not None and named.old == 0)
@@ -256,6 +261,7 @@ class Sharer:
         before = self._before(args, plans, views, firsts, 0, plans[0].count(args))
         if before is None or before[1] != loan.windows:
             return False
+        self.weights.look()
         root = self.root(args, manager().tenants.current().salt)
         return root is not None and all(
             row.names is not None and row.names.root == group_root(root, place)

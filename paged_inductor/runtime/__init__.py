@@ -12,6 +12,7 @@ Beside them: `transfer` (copies under way), `ahead` (what will be used next), `c
 """
 
 from .group import CacheGroup
+from .latency import Steps
 from .lending import Lent, lend, settle
 from .manager import Manager, StepViews, manager
 from .policy import Policy
@@ -34,6 +35,7 @@ __all__ = [
     "Schedule",
     "SiteSpec",
     "StepViews",
+    "Steps",
     "Tokens",
     "View",
     "lend",

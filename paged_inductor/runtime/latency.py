@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
-__all__ = ["Histogram", "Latencies"]
+__all__ = ["Histogram", "Latencies", "Steps"]
 
 _FINE = 3  # 2**3 buckets an octave: a quantile is at most an eighth too high
 _PER_OCTAVE = 1 << _FINE
@@ -69,19 +70,33 @@ class Histogram:
         return [(_upper(i) / 1e9, sums[i]) for i in _BOUNDS]
 
 
+class Steps(NamedTuple):
+    """Steps that belong together. program: its label. tenant: its name. phase: "decode" of steps of one token a row,
+    "prefill" of all others."""
+
+    program: str
+    tenant: str
+    phase: str
+
+    @classmethod
+    def of(cls, program: str, tenant: str, new_tokens: int) -> Steps:
+        """Those of so many tokens a row."""
+        return cls(program, tenant, "decode" if new_tokens == 1 else "prefill")
+
+
 class Latencies:
-    """A histogram for each (program label, tenant)."""
+    """A histogram of each kind of steps."""
 
     def __init__(self) -> None:
-        self._histograms: dict[tuple[str, str], Histogram] = {}
+        self._histograms: dict[Steps, Histogram] = {}
 
-    def record(self, program: str, tenant: str, nanoseconds: int) -> None:
+    def record(self, steps: Steps, nanoseconds: int) -> None:
         """Count one step."""
-        histogram = self._histograms.get((program, tenant))
+        histogram = self._histograms.get(steps)
         if histogram is None:
-            histogram = self._histograms.setdefault((program, tenant), Histogram())
+            histogram = self._histograms.setdefault(steps, Histogram())
         histogram.record(nanoseconds)
 
-    def all(self) -> dict[tuple[str, str], Histogram]:
-        """Every histogram, by (program label, tenant)."""
+    def all(self) -> dict[Steps, Histogram]:
+        """Every histogram, in order."""
         return dict(sorted(self._histograms.items()))

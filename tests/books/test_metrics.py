@@ -74,7 +74,7 @@ def check(found: Samples, now: Stats) -> None:
         assert value("tenant_swapped_bytes", tenant=name) == who.swapped_bytes
         assert value("tenant_steps_total", tenant=name) == who.steps
     for latency in now.latencies:
-        key = {"program": latency.program, "tenant": latency.tenant}
+        key = {"program": latency.program, "tenant": latency.tenant, "phase": latency.phase}
         assert value("step_seconds_count", **key) == latency.count
         assert value("step_seconds_sum", **key) == pytest.approx(latency.mean * latency.count)
         assert value("step_seconds_bucket", **key, le="+Inf") == latency.count
@@ -95,7 +95,7 @@ def test_the_exposition_says_what_stats_say(held: object) -> None:
     buckets = [
         v for (name, labels), v in found.items() if name == "step_seconds_bucket" and ("tenant", "books-b") in labels
     ]
-    assert buckets == sorted(buckets) and len(buckets) == 22
+    assert buckets == sorted(buckets) and len(buckets) == 2 * 22  # of prefill, and of decode steps
 
 
 def test_every_figure_is_exported() -> None:

@@ -93,8 +93,9 @@ def test_steps_of_a_model_are_timed_by_program_and_tenant() -> None:
         generate(model, torch.randint(0, 61, (2, 5)), 6)
     generate(model, torch.randint(0, 61, (2, 5)), 4)
     now = paged_inductor.stats()
-    counts = {latency.tenant: latency.count for latency in now.latencies if latency.program == "timed"}
-    assert counts == {"default": 5, "books-a": 7}  # the prompt, and a step a token
+    counts = {(found.tenant, found.phase): found.count for found in now.latencies if found.program == "timed"}
+    prompts = {(name, "prefill"): 1 for name in ("default", "books-a")}
+    assert counts == {**prompts, ("default", "decode"): 4, ("books-a", "decode"): 6}
     assert now.tenants["books-a"].steps == 7
     for latency in now.latencies:
         assert 0 < latency.p50 <= latency.p95 <= latency.p99

@@ -42,10 +42,10 @@ paged_inductor_tenant_used_bytes{tenant="a"} 1024
 paged_inductor_tenant_quota_bytes{tenant="a"} 1073741824
 paged_inductor_tenant_steps_total{tenant="a"} 60
 paged_inductor_tenant_blocks{tenant="b"} 10
-paged_inductor_step_seconds_count{program="M",tenant="a"} 60
-paged_inductor_step_seconds_sum{program="M",tenant="a"} 0.6
-paged_inductor_step_quantile_seconds{program="M",tenant="a",quantile="0.5"} 0.009
-paged_inductor_step_quantile_seconds{program="M",tenant="a",quantile="0.99"} 1.5
+paged_inductor_step_seconds_count{program="M",tenant="a",phase="decode"} 60
+paged_inductor_step_seconds_sum{program="M",tenant="a",phase="decode"} 0.6
+paged_inductor_step_quantile_seconds{program="M",tenant="a",phase="decode",quantile="0.5"} 0.009
+paged_inductor_step_quantile_seconds{program="M",tenant="a",phase="decode",quantile="0.99"} 1.5
 somebody_else_total 3
 """
 
@@ -70,7 +70,7 @@ def test_a_frame_shows_every_figure() -> None:
     assert line(text, "steps") == "steps 100, 0 preempted, 0 on dense copies"
     assert line(text, "prefixes").startswith("prefixes 200 tokens looked up (25.0% hit), 0 evictions")
     assert line(text, "copies") == "copies aten.mean.default × 3"
-    assert line(text, "M") == "M a 60 10.00 ms 9.00 ms 0.00 ms 1.50 s"
+    assert line(text, "M") == "M a decode 60 10.00 ms 9.00 ms 0.00 ms 1.50 s"
     assert line(text, "a ") == "a 20 1.0 KiB 1.00 GiB 0 B 60"
     assert line(text, "b ") == "b 10 0 B none 0 B 0"
 
@@ -92,13 +92,13 @@ def test_a_process_without_caches_has_a_frame() -> None:
 
 OTHER = """
 import sys, torch, paged_inductor
-from paged_inductor.runtime import SiteSpec, manager
+from paged_inductor.runtime import SiteSpec, Steps, manager
 
 paged_inductor.configure(kv_budget="1MiB")
 site = SiteSpec(2, 8, torch.float32, torch.device("cpu"))
 held = manager().create(manager().group((site,), 16), 1, 3, "elsewhere")
 for _ in range(3):
-    manager().counters.latencies.record("elsewhere", "default", 10**6)
+    manager().counters.latencies.record(Steps("elsewhere", "default", "decode"), 10**6)
 with paged_inductor.serve_metrics(port=0) as server:
     print(server.url, flush=True)
     sys.stdin.read()
@@ -121,7 +121,7 @@ def test_another_process_is_shown_once(other: str, capsys: pytest.CaptureFixture
     assert main(["top", "--once", "--url", other.removeprefix("http://")]) == 0
     text = capsys.readouterr().out
     assert "3 tokens of 1 sequences" in text
-    assert line(text, "elsewhere").startswith("elsewhere default 3 ")
+    assert line(text, "elsewhere").startswith("elsewhere default decode 3 ")
     assert "1 used" in line(text, "blocks")
 
 

@@ -349,6 +349,60 @@ def test_memory_that_another_tensor_had_before_is_another_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_weights_that_are_merged_into_their_data_are_others() -> None:
+    """As PEFT merges its adapters: torch does not count these writes."""
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    prompt, delta = tokens(43), torch.randn(16, 32)
+
+    def merge(sign: int) -> None:
+        for model in (pair.dense, pair.paged):
+            model.model.layers[0].self_attn.v_proj.weight.data += sign * delta
+
+    with tenant("tenant"):
+        assert [pair.generate(prompt)[1] for _ in range(2)] == [0, 42]
+        merge(1)
+        assert [pair.generate(prompt)[1] for _ in range(2)] == [0, 42]
+        with torch.no_grad():
+            past = pair.paged(prompt).past_key_values
+        named = [len(row.names.digests) for row in past.layers[0].keys._view.rows]
+        merge(1)
+        with torch.no_grad():
+            for token in tokens(30, 5)[0]:
+                past = pair.paged(token[None, None], past_key_values=past).past_key_values
+        assert [len(row.names.digests) for row in past.layers[0].keys._view.rows] == named
+        merge(-2)
+        pair.generate(torch.cat([prompt, tokens(30, 5)], 1))
+
+
+def test_a_sample_of_weights() -> None:
+    """Of any dtype and layout; what is looked at is the memory as it is now."""
+    parts = [
+        torch.randn(7, 5),
+        torch.randn(7, 5).t(),
+        torch.randn(1, 5).expand(7, 5),
+        torch.randn(()),
+        torch.zeros(0, 3),
+        torch.randn(64).to(torch.float8_e4m3fn),
+        torch.zeros(9, dtype=torch.bool),
+        torch.randn(8, 8, dtype=torch.bfloat16)[:, ::2],
+    ]
+    weights = Weights({str(i): i for i in range(len(parts))})
+    first = weights.digest(parts)
+    for part in parts:
+        weights.look()
+        assert weights.digest(parts) == first
+        if part.numel():
+            before = part.data.clone()
+            part.data.view(-1)[:1].fill_(1) if part.is_contiguous() else part.data[:1, :1].fill_(1)
+            weights.look()
+            assert weights.digest(parts) != first
+            part.data.copy_(before) if part.stride() != (0, 1) else part.data[:1].copy_(before[:1])
+    weights.look()
+    assert weights.digest(parts) == first
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_other_weights_are_another_model() -> None:
     torch.manual_seed(0)
     pair = Pair(llama())

@@ -149,3 +149,16 @@ def test_a_windows_past_does_not_pile_up() -> None:
         group = got.past_key_values.layers[0].keys._view.group
         assert group.pool.index.num_behind > 0
         assert group.pool.capacity - 1 <= 8  # of 19 blocks; the window is in 2 or 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_window_that_is_changed_later() -> None:
+    torch.manual_seed(0)
+    pair = Pair(mistral())
+    with tenant("tenant"):
+        for window in (WINDOW, 11, WINDOW, 37):
+            for model in (pair.dense, pair.paged):
+                model.config.sliding_window = window
+                for layer in model.model.layers:
+                    layer.self_attn.sliding_window = window
+            pair.generate(tokens(43), 12)

@@ -1,0 +1,52 @@
+"""Forward hooks of a paged model's parts: those that are there count, whenever they came or went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paged_inductor
+from tests.models.test_prefixes import Pair, llama, tenant, tokens
+
+
+def scaled(module: nn.Module, args: Any, out: Any) -> Any:
+    return (out[0] * 1.5, *out[1:]) if isinstance(out, tuple) else out * 1.5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share", ["none", "tenant"])
+def test_hooks_that_come_and_go(share: str) -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    with tenant(share):
+        plain, _ = pair.generate(tokens(20))
+        handles = [model.model.layers[0].register_forward_hook(scaled) for model in (pair.dense, pair.paged)]
+        hooked, found = pair.generate(tokens(20))
+        assert not torch.equal(hooked.sequences, plain.sequences)
+        more = [
+            model.model.norm.register_forward_pre_hook(lambda module, args: (-args[0],))
+            for model in (pair.dense, pair.paged)
+        ]
+        other, again = pair.generate(tokens(20))
+        assert not torch.equal(hooked.sequences, other.sequences)
+        assert found == again == 0  # hooks see whole prompts
+        for handle in (*handles, *more):
+            handle.remove()
+        last, found = pair.generate(tokens(20))
+        assert torch.equal(last.sequences, plain.sequences)
+        assert found == (16 if share == "tenant" else 0)
+    assert all(site.paged for graph in paged_inductor.explain(pair.paged).graphs for site in graph.sites)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_models_hooks_compile_nothing_anew() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    pair.generate(tokens(20))
+    graphs = len(paged_inductor.explain(pair.paged).graphs)
+    pair.dense.model.norm.register_forward_hook(lambda module, args, out: None)
+    pair.generate(tokens(20))
+    assert len(paged_inductor.explain(pair.paged).graphs) == graphs
