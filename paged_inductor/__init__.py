@@ -29,7 +29,7 @@ from .monitor import Stats, StepLatency, TenantStats, check_integrity, reset, st
 from .patch import page, unpage
 from .persist import load, save
 from .prefetch import prefetch
-from .prefixes import register_prefix
+from .prefixes import forget_prefixes, register_prefix
 from .tenancy import tenant
 from .tensor import PagedStack, PagedTensor
 from .timeline import Timeline, timeline
@@ -72,6 +72,7 @@ __all__ = [
     "check_leaks",
     "configure",
     "explain",
+    "forget_prefixes",
     "load",
     "page",
     "prefetch",

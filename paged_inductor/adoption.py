@@ -29,9 +29,10 @@ class AdoptingProgram:
         spec: Callable[[CacheSite], SiteSpec],
         block_size: int,
         label: str,
-        compile_dense: Callable[[str], Callable[..., Any]],
+        compile_dense: Callable[..., Callable[..., Any]],
     ) -> None:
-        """sites: the caches to be turned. compile_dense: compiles the captured graph, and reports why."""
+        """sites: the caches to be turned. compile_dense: compiles the captured graph for the inputs of a call, and
+        reports why."""
         position = {node.name: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         self._gm = gm
         self._block_size = block_size
@@ -53,7 +54,7 @@ class AdoptingProgram:
         results = self._gm(*args)
         reason = self._adopt(args, self._inputs) or self._adopt(results, self._outputs)
         if reason:
-            self._dense = self._compile_dense(f"a static cache stays dense: {reason}")
+            self._dense = self._compile_dense(args, note=f"a static cache stays dense: {reason}")
         return results
 
     def _adopt(self, values: Sequence[Any], places: Sequence[tuple[int, str, SiteSpec]]) -> str:

@@ -150,7 +150,7 @@ def paged_inductor(
         return gm.forward
     if state.adoptions:
         publish(settings.owner, report)
-        dense = partial(_unpaged, gm, example_inputs, settings, report=report)
+        dense = partial(_unpaged, gm, settings=settings, report=report)
         return AdoptingProgram(gm, state.adoptions, spec, block_size, settings.label, dense)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -17,16 +18,18 @@ __all__ = ["compile_paged"]
 # A model sees more variants than Dynamo's default of 8 admits: prefill, first step, later steps and chat turns, each
 # with and without a mask, each first static and then dynamic. Beyond the limit Dynamo would run eagerly, un-paged.
 RECOMPILE_LIMIT = 64
+_numbers = itertools.count()
 
 
 def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own code that calls `function`. Dynamo keys compilations by code object: models whose
-    forwards share code (one class, or one decorator around all of them) must not use up each other's limit."""
+    """A function of its own code and name that calls `function`. Dynamo keys compilations by code object: models whose
+    forwards share code (one class, or one decorator around all of them) must not use up each other's limit. What it
+    takes for a variable, it keys by a function's place and name: what differs between models does not vary in one."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    code = call.__code__.replace(co_name=getattr(function, "__name__", "call"))
+    code = call.__code__.replace(co_name=f"{getattr(function, '__name__', 'call')}_{next(_numbers)}")
     return types.FunctionType(code, globals(), code.co_name, None, call.__closure__)
 
 

@@ -1,4 +1,4 @@
-"""`register_prefix(...)`: a prompt that many will begin with is computed once, for all of them."""
+"""`register_prefix(...)`: a prompt that many will begin with is computed once, for all of them; `forget_prefixes()`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._config import config
 from ._errors import PrefixError
+from .runtime import manager
 from .sharing import Registration, registering
 
-__all__ = ["register_prefix"]
+__all__ = ["forget_prefixes", "register_prefix"]
+
+
+def forget_prefixes() -> None:
+    """Find no cached prefix of any tenant again, registered ones included: for weights that were written to in a way
+    that PyTorch does not count, such as a few elements through `weight.data`. Caches that live go on as they are."""
+    manager().forget_prefixes()
 
 
 def register_prefix(
@@ -49,10 +57,15 @@ def register_prefix(
                 model(ids, **kwargs)
     finally:
         registering.reset(token)
+    if not registration.tokens and ids.shape[1] < (size := config().block_size):
+        raise PrefixError(
+            f"none of these {ids.shape[1]} tokens can be kept: they do not fill a block of {size} tokens; register "
+            f"at least {size}"
+        )
     if not registration.tokens:
         raise PrefixError(
-            f"none of these {ids.shape[1]} tokens can be kept: the model is not paged, the tokens do not fill a block, "
-            "or its keys and values do not depend on the tokens alone; explain(model) says which"
+            f"none of these {ids.shape[1]} tokens can be kept: the model is not paged, or its keys and values do not "
+            "depend on the tokens alone; explain(model) says which"
         )
     return registration.tokens
 

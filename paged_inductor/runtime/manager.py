@@ -208,6 +208,16 @@ class Manager(Views):
         finally:
             self._collect()
 
+    def forget_prefixes(self) -> None:
+        """Nothing is known of the tokens of any block from now on."""
+        with self.locked():
+            self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        for group in self._groups.values():
+            group.forget_names()
+        self.prefixes_forgotten += 1
+
     def forget_unused(self) -> None:
         """Give back the free blocks at the ends of idle groups' arenas; forget the counters, the prefixes and the
         default budget.
@@ -215,11 +225,10 @@ class Manager(Views):
         Groups stay known, because compiled programs hold them and may use them again.
         """
         with self.locked():
+            self._forget_prefixes()
             for group in self._groups.values():
-                group.forget_names()
                 if not group.active and not group.resizing:
                     group.shrink()
-            self.prefixes_forgotten += 1
             self.counters.clear()
             self._budget.forget()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -115,8 +116,9 @@ class View:
         if group.sanitizer is not None:
             group.sanitizer.made(self)
 
-    def __del__(self) -> None:
-        self.group.bury(self.serial)
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():  # else the modules that are needed may be gone
+            self.group.bury(self.serial)
 
     @property
     def pads(self) -> list[int]:

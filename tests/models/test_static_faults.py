@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -344,3 +345,19 @@ def test_a_counter_that_the_graph_moves_on_is_read_once(monkeypatch: pytest.Monk
     assert counts[7] - counts[2] == 0
     assert counts[8] - counts[7] == 1
     assert counts[11] - counts[8] == 0
+
+
+@torch.no_grad()
+def test_buffers_that_became_handles_die_with_their_last_holder() -> None:
+    """What was compiled for their first call does not hold them."""
+    torch.manual_seed(0)
+    model = GPT_FAST.make()
+    paged(model)
+    for _ in range(2):
+        model.start(2, LENGTH)
+        for places in (torch.arange(7), torch.tensor([7])):
+            model(torch.ones(2, len(places), dtype=torch.long), places)
+        assert paged_inductor.stats().blocks_used > 0
+    model.start(2, LENGTH)
+    gc.collect()
+    assert paged_inductor.stats().blocks_used == 0

@@ -162,3 +162,14 @@ def test_a_window_that_is_changed_later() -> None:
                 for layer in model.model.layers:
                     layer.self_attn.sliding_window = window
             pair.generate(tokens(43), 12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_other_windows_in_one_process() -> None:
+    """What differs between models, Dynamo must not take for a number that varies within one."""
+    for window in (WINDOW, 11, 29):
+        torch.manual_seed(0)
+        pair = Pair(mistral(window))
+        with tenant("tenant"):
+            assert [pair.generate(tokens(43))[1] for _ in range(2)] == [0, 42]
+        assert not any(graph.sharing for graph in paged_inductor.explain(pair.paged).graphs)

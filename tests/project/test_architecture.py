@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": set(),
     "token_names": {"runtime"},
     "sharing": {"passes", "runtime", "sizes", "token_names", "weights", "group_plan", "step"},
-    "prefixes": {"sharing", "_errors"},
+    "prefixes": {"runtime", "sharing", "_config", "_errors"},
     "dynamic_caches": {"runtime", "tensor"},
     "prompts": {"runtime", "sharing", "token_names"},
     "reuse": {"dynamic_caches", "prompts", "sharing"},
