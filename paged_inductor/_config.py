@@ -35,8 +35,8 @@ _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1
 class Config:
     """The options in force.
 
-    kv_budget: bytes that all arenas of the process may take, or None for half of the memory that is free when
-        the first cache is made (of the device the cache lives on).
+    kv_budget: bytes that all arenas of the process may take (but for one empty block of each cache group), or None
+        for half of the memory that is free when the first cache is made (of the device the cache lives on).
     block_size: tokens in a block of the caches that are made by graphs compiled from now on; a power of two from 8 to
         256.
     on_materialize: what to do when an operator, as `.mean()`, has to copy pages into a dense tensor: "warn" once per

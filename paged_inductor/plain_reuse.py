@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ._errors import PagedInductorError
 from .plain_caches import Results, Structure, returned, structure_of
 from .prompts import Known, Observer, Place, borrow, policy
-from .runtime import Lent
+from .runtime import Lent, manager
 from .sharing import Loan, StalePrefix
 from .tensor import PagedTensor
 
@@ -146,7 +146,10 @@ class PlainReuse:
         except Exception:
             return None
         proven = loan.confirmed and returned(result, loan.outputs, loan.views) == whole.results
-        return (result,) if proven else None
+        if not proven:
+            return None
+        lent.used(manager().counters)
+        return (result,)
 
     def _observe(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[Place, Any]

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import dynamic_caches
 from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers, kept_tokens
 from .prompts import Known, Observer, borrow, policy
+from .runtime import manager
 from .sharing import StalePrefix
 
 __all__ = ["Reuse"]
@@ -72,6 +73,7 @@ class Reuse:
             with loan:
                 result = function(**_rest(kwargs, lent.length))
             if loan.confirmed and dynamic_caches.logits_only(result):  # other outputs would lack the cached positions
+                lent.used(manager().counters)
                 return result
         except StalePrefix:
             pass

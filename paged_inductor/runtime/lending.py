@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .counters import Counters
 from .group import CacheGroup
 from .manager import Manager
 from .policy import SYSTEM, Policy
@@ -27,6 +28,10 @@ class Lent(NamedTuple):
 
     views: Sequence[View]
     length: int
+
+    def used(self, counters: Counters) -> None:
+        """Count the tokens as found: what goes on from them was right to."""
+        counters.prefix_hits += self.length * len(self.views[0].rows)
 
 
 def settle(manager: Manager, view: View, names: Sequence[RowNames | None], policy: Policy) -> None:
@@ -131,7 +136,6 @@ def lend(
         manager.counters.prefix_queries += sum(min(len(prompt.ids), longest) for prompt in prompts)
         if length <= 0:
             return None
-        manager.counters.prefix_hits += length * len(prompts)
         views: list[View] = []
         for group, found, most in zip(groups, searches, kept):
             rows = _make_rows(manager, group, found, length, tenant, policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .._amounts import size
+from .._config import config
 from .._errors import KVBudgetExceeded, QuotaExceeded
 from .group import CacheGroup
 from .pool import Account
@@ -24,9 +25,19 @@ def budget_exceeded(
     return KVBudgetExceeded(
         f"{what}: this step needs {missing} more block(s) of {size(block_bytes)}. "
         f"{_held('Held now by', holders, 'Existing caches are intact')} the batch, "
-        'raise the limit with paged_inductor.configure(kv_budget="…GiB"), or let caches that are not in use be swapped '
-        'out with configure(swap_disk="…GiB") or configure(swap_host="…GiB")',
+        f'raise the limit with paged_inductor.configure(kv_budget="…GiB"), or {_swapping()}',
         holders,
+    )
+
+
+def _swapping() -> str:
+    """What swapping could do."""
+    options = config()
+    if options.swap_disk or options.swap_host:
+        have = f"they have swap_disk={size(options.swap_disk)}, swap_host={size(options.swap_host or 0)}"
+        return f"give the caches that are not in use more room elsewhere ({have}), unless all are in use"
+    return (
+        'let caches that are not in use be swapped out with configure(swap_disk="…GiB") or configure(swap_host="…GiB")'
     )
 
 

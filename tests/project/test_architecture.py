@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefixes": {"runtime", "sharing", "_config", "_errors"},
     "dynamic_caches": {"runtime", "tensor"},
     "prompts": {"runtime", "sharing", "token_names"},
-    "reuse": {"dynamic_caches", "prompts", "sharing"},
+    "reuse": {"dynamic_caches", "prompts", "runtime", "sharing"},
     "plain_caches": {"runtime", "tensor"},
     "plain_reuse": {"plain_caches", "prompts", "runtime", "sharing", "tensor", "_errors"},
     "step": {"runtime", "tensor", "positions", "_layout"},
