@@ -112,7 +112,7 @@ class PagedProgram:
             for j in self._densify:
                 inputs[j] = inputs[j].dense()
             named = self._sharer.begin(args, self._plans, steps) if self._sharer is not None else None
-            runtime.begin(views)
+            runtime.begin(views, [step.view for plan, step in zip(self._plans, steps) if plan.streams])
         except BaseException:
             undo(steps)
             raise
@@ -127,7 +127,9 @@ class PagedProgram:
             if self._replay is not None:
                 inputs += self._replay.inputs(args, self._plans, [table for table, *_ in tables])
                 self._replay.note(inputs, self._plans)
-            dense = self._run(*inputs)
+            with ops.arriving(self._wait(views)):
+                dense = self._run(*inputs)
+            runtime.complete(views)
         except BaseException:
             undo(steps)
             raise
@@ -146,6 +148,19 @@ class PagedProgram:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
         return dense, steps
+
+    def _wait(self, views: Sequence[View]) -> Callable[[int, Sequence[int]], None] | None:
+        """What the graph waits by for sites of its groups; None if all their tokens are there."""
+        arrivals = [manager().arrival(view) for view in views]
+        if not any(arrivals):
+            return None
+
+        def wait(group: int, sites: Sequence[int]) -> None:
+            arrival = arrivals[group]
+            if arrival is not None:
+                arrival.wait([self._plans[group].sites[i] for i in sites])
+
+        return wait
 
     def _confirm(self, args: Sequence[Any]) -> Sequence[Loan]:
         """The loans of the prefix that the call goes on from; raises `StalePrefix` if this graph would have computed it

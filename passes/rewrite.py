@@ -33,16 +33,22 @@ class Rewrite(Pass):
 
     `arena_layout(site)` says how a created site's arena is stored. shares:
     kernels may read the blocks that all rows have in common once; how many these are is a number that changes between
-    calls.
+    calls. streams: steps of several tokens may wait for the old ones layer by layer.
     """
 
     def __init__(
-        self, fake_mode: FakeTensorMode, block_size: int, arena_layout: ArenaLayouts, shares: bool = True
+        self,
+        fake_mode: FakeTensorMode,
+        block_size: int,
+        arena_layout: ArenaLayouts,
+        shares: bool = True,
+        streams: bool = True,
     ) -> None:
         self._mode = fake_mode
         self._block_size = block_size
         self._arena_layout = arena_layout
         self._shares = shares
+        self._streams = streams
         self._masks: dict[tuple[Node, Node], Node] = {}
         self._reads = StaticReads()
         self._group_of: dict[int, CacheGroupSites] = {}
@@ -59,7 +65,9 @@ class Rewrite(Pass):
             for site in group.sites:
                 plans[id(site)] = tables
                 self._group_of[id(site)] = group
-        for group in state.groups:
+        for g, group in enumerate(state.groups):
+            if group.streams:
+                self._wait_for_layers(state, g, plans)
             for site in group.sites:
                 if site.kind != "read":
                     self._write(graph, site, arenas[id(site)], plans[id(site)])
@@ -96,6 +104,7 @@ class Rewrite(Pass):
         )
         kernels = ops.uses_kernels(device)
         decodes = one_query and not kernels
+        group.streams = self._streams and group.kind == "append" and not one_query and device.type == "cpu"
         shares = one_query and kernels and self._shares and group.kind in ("append", "read")
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
         after = state.placeholders[-1]
@@ -141,6 +150,26 @@ class Rewrite(Pass):
             self._reads.whole[anchor] = (table, all_lens, written, new_tokens, block_size, *chunks)
             self._starts[group.start] = expr(extent.meta["example_value"]) - expr(lead.new_tokens)
         return anchor
+
+    @staticmethod
+    def _wait_for_layers(state: GraphState, g: int, plans: dict[int, Node]) -> None:
+        """Have each layer's writes and reads wait for its old tokens: K's and V's of an attention at once, before the
+        first of them is written to."""
+        graph, sites = state.gm.graph, state.groups[g].sites
+        layers = {id(site): {i} for i, site in enumerate(sites)}
+        for attention in state.attentions:
+            pair = [id(site) for site in (attention.key, attention.value) if id(site) in layers]
+            layer = set().union(*(layers[site] for site in pair))
+            layers |= {id(sites[i]): layer for i in layer}
+        order = {node: n for n, node in enumerate(graph.nodes)}
+        waits: dict[tuple[int, ...], Node] = {}
+        for site in sites:
+            layer = tuple(sorted(layers[id(site)]))
+            if layer not in waits:
+                first = min((sites[i] for i in layer), key=lambda site: order[site.node])
+                with graph.inserting_before(first.node):
+                    waits[layer] = graph.call_function(ops.arrived, (plans[id(site)], first.new, g, list(layer)))
+            plans[id(site)] = waits[layer]
 
     # -- bodies ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ steps runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from threading import get_ident
@@ -19,10 +19,10 @@ from threading import get_ident
 from .._config import on_change
 from .._errors import IntegrityError
 from .ahead import Ahead
+from .arrival import Arrival, missing
 from .group import CacheGroup
 from .numa import Nodes, this_host
 from .schedule import Schedule
-from .swap import missing
 from .table import Row
 from .view import View
 from .views import StepViews, Views
@@ -40,10 +40,11 @@ class Manager(Views):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def begin(self, views: Sequence[View]) -> None:
+    def begin(self, views: Sequence[View], later: Collection[View] = ()) -> None:
         """Have the blocks of `views` in the arenas, and keep both in place until `end`.
 
-        All of a step's views must have been made before. Raises as `append`.
+        All of a step's views must have been made before. Raises as `append`. Swapped blocks of one of `later` may still
+        be on their way when this returns: see `arrival`.
         """
         me, entered = get_ident(), []
         try:
@@ -51,9 +52,9 @@ class Manager(Views):
                 while True:
                     while any(view.group.resizing for view in views):
                         self._idle.wait()
-                    if not any(missing(view.rows) for view in views):
+                    lacking = [view for view in views if missing(view.rows)]
+                    if not lacking or self._brought_back(lacking, views, later):
                         break
-                    self._bring_back(views)
                 if self._sanitizing:
                     self._check(views, beginning=True)
                 now = next(self._clock)
@@ -68,10 +69,13 @@ class Manager(Views):
                 if self.swap.used:
                     self._ahead.began(views)
         except BaseException:
-            self._leave(entered)
-            with self._lock:
-                for view in views:
-                    view.group.unpin(view)
+            try:
+                self._end_back(views)
+            finally:
+                self._leave(entered)
+                with self._lock:
+                    for view in views:
+                        view.group.unpin(view)
             raise
         if self._nodes is not None and views:
             self._nodes.bind(views[0].group.node)
@@ -81,6 +85,54 @@ class Manager(Views):
         for view in views:
             pin = partial(self._pin, view, ())
             self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant)
+
+    def _brought_back(self, lacking: Sequence[View], views: Sequence[View], later: Collection[View]) -> bool:
+        """Bring the swapped blocks of a step's views back, but for those of the last one, if it is among `later`: they
+        begin to come back when nothing else is missing. Whether the step can begin; if not, look again."""
+        *others, last = sorted(lacking, key=lambda view: (view in later, len(missing(view.rows))))
+        if last not in later or self._sanitizing:
+            self._bring_back(lacking)
+            return False
+        if others:
+            self._bring_back(others)
+            return False
+
+        def attempt() -> bool:
+            if any(view.group.resizing or (view is not last and missing(view.rows)) for view in views):
+                return False  # others used the time that was spent waiting for room
+            self.swap.begin_back(last.group, last.rows)
+            return True
+
+        return self._budget.allocating(last.group, last.rows, lambda: 0, attempt, last.tenant, later=True)
+
+    def arrival(self, view: View) -> Arrival | None:
+        """What this thread's step has to wait for before it touches a site of `view`; None if all is there."""
+        return self.swap.arrival(view.group, view.rows)
+
+    def complete(self, views: Sequence[View]) -> None:
+        """Wait until the blocks of this thread's step are all there. Raises `SwapError` if they cannot be read."""
+        for view in views:
+            arrival = self.arrival(view)
+            if arrival is not None:
+                arrival.join()
+                with self.locked():
+                    self.swap.end_back(arrival)
+                    self._budget.waiters.came_back(arrival.seconds)
+
+    def _end_back(self, views: Sequence[View]) -> None:
+        """Let nothing be on its way any more for a step that failed, also if interrupted."""
+        interruption: BaseException | None = None
+        for view in views:
+            while (arrival := self.arrival(view)) is not None:
+                try:
+                    arrival.stop()
+                    with self.locked():
+                        self.swap.end_back(arrival)
+                    view.schedule = None  # it has the new blocks
+                except BaseException as error:
+                    interruption = error
+        if interruption is not None:
+            raise interruption
 
     def _fetch(self, group: CacheGroup, rows: Sequence[Row], kept: Sequence[Row]) -> None:
         """Bring swapped blocks of `rows` back before their step begins, but not at the expense of `kept`."""
@@ -99,6 +151,7 @@ class Manager(Views):
         if self._nodes is not None and views:
             self._nodes.unbind()
         try:
+            self._end_back(views)
             self._leave(views)
         except BaseException:  # interrupted: none of this thread's steps goes on
             self._leave(views, every=True)
@@ -167,7 +220,8 @@ class Manager(Views):
         schedule = view.schedule
         if schedule is None or schedule.epoch != view.group.epoch:
             with self.locked():
-                schedule = view.schedule = Schedule(view)
+                arrival = self.arrival(view)
+                schedule = view.schedule = Schedule(view, arrival and arrival.blocks)
         if self._sanitizing:
             with self.locked():
                 self._check((view,))

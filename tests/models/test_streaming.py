@@ -1,0 +1,414 @@
+"""A step of several tokens begins while its swapped cache still comes back: each layer waits for its own tokens."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import paged_inductor
+from paged_inductor import SwapError, configure
+from paged_inductor._config import reset_config
+from paged_inductor.ops import formulas
+from paged_inductor.runtime import CacheGroup, Schedule, SiteSpec, manager
+from paged_inductor.runtime.arrival import Arrival
+from paged_inductor.runtime.disk import _DiskExtent
+from paged_inductor.runtime.pool import BlockPool
+from paged_inductor.runtime.swap import SwapSpace
+
+from .zoo import Decoder, Form
+
+LAYERS = 3
+PATIENCE = 60  # seconds after which a test fails rather than to wait on
+TIERS = [{"swap_host": "1GiB"}, {"swap_disk": "1GiB"}]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    paged_inductor.reset()
+    yield
+    reset_config()
+    paged_inductor.check_integrity()
+    assert not any(group.active for group in manager().groups)
+
+
+def models(inner: str = "eager", form: Form | None = None) -> tuple[Decoder, Decoder]:
+    """A dense model and its paged twin, whose graphs are compiled."""
+    torch.manual_seed(0)
+    dense, paged = (Decoder(form or Form(), layers=LAYERS) for _ in range(2))
+    paged.load_state_dict(dense.state_dict())
+    paged_inductor.page(paged, inner=inner)
+    conversation(paged, lambda: None)
+    return dense, paged
+
+
+def text(seed: int, length: int, batch: int = 1) -> Tensor:
+    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def swap_out() -> int:
+    runtime = manager()
+    with runtime.locked():
+        return sum(runtime.swap.out(group, 10**6, ()) for group in runtime.groups)
+
+
+def decoded(model: Any, past: Any, logits: Tensor, steps: int = 4) -> Tensor:
+    tokens = [logits[:, -1:].argmax(-1)]
+    for _ in range(steps):
+        logits, past = model(tokens[-1], past)
+        tokens.append(logits[:, -1:].argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+def conversation(model: Any, between: Callable[[], object], lengths: tuple[int, ...] = (40, 9, 23)) -> Tensor:
+    """The tokens of a conversation of several turns; `between` is called before all but the first."""
+    answers, past = [], None
+    with torch.no_grad():
+        for turn, length in enumerate(lengths):
+            if turn:
+                between()
+            logits, past = model(text(turn, length), past)
+            answers.append(decoded(model, past, logits))
+    return torch.cat(answers, 1)
+
+
+def streamed() -> Any:
+    """Counts the arrivals that a block of code begins."""
+    return mock.patch.object(Arrival, "start", autospec=True, side_effect=Arrival.start)
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+@pytest.mark.parametrize("form", [Form(), Form(layout="BSHD", mask="float"), Form(gqa="expand", store="list")], ids=str)
+def test_turns_behind_a_swapped_cache(tier: dict, form: Form) -> None:
+    """The last block is partly filled, and the step writes to it."""
+    dense, paged = models(form=form)
+    configure(**tier)
+    with streamed() as begun:
+        tokens = conversation(paged, swap_out)
+    assert torch.equal(tokens, conversation(dense, lambda: None))
+    assert begun.call_count == 2
+    stats, size = paged_inductor.stats(), LAYERS * 2 * 16 * 2 * 8 * 4
+    assert stats.swaps_in == stats.swaps_out == 7
+    assert stats.swap_bytes_in == 7 * size and stats.swap_seconds_in > 0
+
+
+def resident(model: Any, seed: int = 1, length: int = 40, count: int = 9) -> Tensor:
+    """What a step gives behind a cache that was never swapped out."""
+    with torch.no_grad():
+        return model(text(seed, count), model(text(0, length), None)[1])[0]
+
+
+def behind(model: Any, length: int = 40) -> Any:
+    """A cache that was swapped out."""
+    with torch.no_grad():
+        _, past = model(text(0, length), None)
+    assert swap_out() >= -(-length // 16)
+    return past
+
+
+def gated(first: int, gate: threading.Event) -> Any:
+    """Files' sites from `first` on are not proven before `gate` is open."""
+    original = _DiskExtent._check
+
+    def check(self: _DiskExtent, site: int, spans: Any) -> None:
+        if site >= first and not gate.wait(PATIENCE):
+            raise SwapError("nobody opened the gate")
+        original(self, site, spans)
+
+    return mock.patch.object(_DiskExtent, "_check", check)
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_a_layer_is_computed_while_the_next_is_on_its_way(tier: dict) -> None:
+    """The second layer's contents come after the first one's attention was computed, or never."""
+    _, paged = models()
+    configure(**tier)
+    past = behind(paged)
+    computed = threading.Event()
+    attention, put = formulas.gathered_attention, SiteSpec.put
+    moved: list[int] = []
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        result = attention(*args, **kwargs)
+        computed.set()
+        return result
+
+    def slow_put(*args: Any) -> None:
+        moved.append(1)
+        if len(moved) > 2 and not computed.wait(PATIENCE):
+            raise SwapError("nobody computed anything")
+        put(*args)
+
+    with (
+        torch.no_grad(),
+        gated(2, computed),
+        mock.patch.object(SiteSpec, "put", slow_put),
+        mock.patch.object(formulas, "gathered_attention", attend),
+    ):
+        logits, _ = paged(text(1, 9), past)
+    expected = resident(paged)
+    assert torch.equal(logits, expected)
+
+
+def test_compiled_code_waits_for_a_layer_when_it_has_computed_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[str] = []
+    from torch._inductor import graph
+
+    monkeypatch.setattr(graph.GraphLowering, "save_output_code", staticmethod(sources.append))
+    dense, paged = models(inner="inductor")
+    configure(swap_disk="1GiB")
+    with streamed() as begun:
+        tokens = conversation(paged, swap_out)
+    assert torch.equal(tokens, conversation(dense, lambda: None))
+    assert begun.call_count == 2
+    waiting = [source for source in sources if "paged_inductor.arrived.default(" in source]
+    assert waiting
+    for source in waiting:
+        calls = re.findall(
+            r"= torch\.ops\.(?:paged_inductor\.(arrived)|aten\.(_scaled_dot_product\w+))\.default\(", source
+        )
+        assert [wait or "attention" for wait, _ in calls] == ["arrived", "attention"] * LAYERS
+
+
+@pytest.mark.parametrize("site", range(2 * LAYERS))
+def test_contents_that_changed_are_never_computed_with(site: int) -> None:
+    """Whatever the layer: the step is undone, the cache is lost, and everything else is as it was."""
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    other = behind(paged, 20)
+    past = behind(paged)
+    extent = manager().swap.storage.piece(past[0][0]._view.rows[0].blocks[1]).extent
+    number, offset = extent._file.fileno(), extent._offsets[site] + 100  # type: ignore[attr-defined]
+    right = os.pread(number, 1, offset)
+    os.pwrite(number, bytes([right[0] ^ 1]), offset)
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(SwapError, match="could not be brought back.*all others are intact"):
+                paged(text(1, 9), past)
+            paged_inductor.check_integrity()
+            assert all(block < 0 for block in past[0][0]._view.rows[0].blocks)
+        logits, _ = paged(text(1, 9), other)
+        expected = resident(paged, length=20)
+        assert torch.equal(logits, expected)
+        os.pwrite(number, right, offset)
+        check_is_intact(paged, past)
+
+
+def check_is_intact(paged: Decoder, past: Any) -> None:
+    """A cache that `behind` made still holds the tokens of its prompt."""
+    with torch.no_grad():
+        logits, _ = paged(text(1, 9), past)
+        expected = resident(paged)
+    assert torch.equal(logits, expected)
+    paged_inductor.check_integrity()
+
+
+def test_a_file_that_was_cut_off() -> None:
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    past = behind(paged)
+    (extent,) = manager().swap.storage._blocks
+    number = extent._file.fileno()  # type: ignore[attr-defined]
+    contents = os.pread(number, 10**6, 0)
+    os.ftruncate(number, extent._offsets[-1] - 50)  # type: ignore[attr-defined]
+    with torch.no_grad(), pytest.raises(SwapError, match="cut off"):
+        paged(text(1, 9), past)
+    os.pwrite(number, contents, 0)
+    check_is_intact(paged, past)
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_while_layers_are_on_their_way(tier: dict, error: type[BaseException]) -> None:
+    """Nobody writes into its blocks when it has ended."""
+    _, paged = models()
+    configure(**tier)
+    past = behind(paged)
+    attention = formulas.gathered_attention
+    threads: list[threading.Thread] = []
+
+    def fail(*args: Any, **kwargs: Any) -> Tensor:
+        attention(*args, **kwargs)
+        threads.extend(t for t in threading.enumerate() if t.name.startswith("paged_inductor_arrival"))
+        raise error("in the first layer")
+
+    gate = threading.Event()
+    with (
+        torch.no_grad(),
+        gated(10**6, gate),
+        mock.patch.object(formulas, "gathered_attention", fail),
+        pytest.raises(error, match="in the first layer"),
+    ):
+        paged(text(1, 9), past)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not any(group.pool.transfers for group in manager().groups)
+    paged_inductor.check_integrity()
+    check_is_intact(paged, past)
+
+
+def test_interrupted_while_it_waits() -> None:
+    """The reader has begun a layer: it ends that, and no other."""
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    past = behind(paged)
+    read: list[int] = []
+    original = _DiskExtent._check
+
+    def check(self: _DiskExtent, site: int, spans: Any) -> None:
+        read.append(site)
+        original(self, site, spans)
+
+    with (
+        torch.no_grad(),
+        mock.patch.object(_DiskExtent, "_check", check),
+        mock.patch.object(Arrival, "wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        paged(text(1, 9), past)
+    assert not any(group.pool.transfers for group in manager().groups)
+    check_is_intact(paged, past)
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (Arrival, "__init__"),
+        (Arrival, "start"),
+        (Arrival, "join"),
+        (Arrival, "accept"),
+        (SwapSpace, "begin_back"),
+        (SwapSpace, "end_back"),
+        (BlockPool, "reserve"),
+        (BlockPool, "swap_in"),
+        (CacheGroup, "rename"),
+        (Schedule, "__init__"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_interrupted_anywhere(where: type, name: str, done: bool) -> None:
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    past = behind(paged)
+    original, struck = getattr(where, name), []
+
+    def strike(*args: Any, **kwargs: Any) -> Any:
+        if struck:
+            return original(*args, **kwargs)
+        struck.append(name)
+        if done:
+            original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), mock.patch.object(where, name, strike), pytest.raises(KeyboardInterrupt):
+        paged(text(1, 9), past)
+    assert not any(group.pool.transfers or group.active for group in manager().groups)
+    paged_inductor.check_integrity()
+    check_is_intact(paged, past)
+
+
+def test_copies_are_made_of_what_has_arrived() -> None:
+    """Two continuations of one cache: the second one copies the tail, which both see."""
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    past = behind(paged)
+    expected = resident(paged)
+    with torch.no_grad():
+        kept = [paged(text(1, 9), past)]
+        assert swap_out() == 4
+        before = manager().counters.copies_on_write
+        kept.append(paged(text(1, 9), past))
+        assert manager().counters.copies_on_write == before + 1
+    for logits, _ in kept:
+        assert torch.equal(logits, expected)
+    assert swap_out() > 0
+    answers = [decoded(paged, cache, logits) for logits, cache in kept]
+    assert torch.equal(answers[0], answers[1])
+
+
+def test_two_threads_that_need_the_same_blocks() -> None:
+    """The second one waits for all that the first one waits for."""
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    past = behind(paged)
+    gate = threading.Event()
+    got: dict[int, Tensor] = {}
+
+    def work(seed: int) -> None:
+        with torch.no_grad():
+            got[seed] = paged(text(seed, 9), past)[0]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    with gated(2, gate), streamed() as begun:
+        for thread in threads:
+            thread.start()
+        threads[1].join(0.3)
+        assert not got
+        paged_inductor.check_integrity()  # the books are nobody's meanwhile, and balance
+        gate.set()
+        for thread in threads:
+            thread.join()
+    assert begun.call_count == 1
+    for seed, logits in got.items():
+        expected = resident(paged, seed)
+        assert torch.equal(logits, expected)
+
+
+def test_sixteen_threads_in_turns_under_a_budget_for_four() -> None:
+    dense, paged = models()
+    paged_inductor.trim()
+    reserved = sum((group.pool.capacity - 1) * group.block_bytes for group in manager().groups)
+    configure(kv_budget=reserved + 28 * LAYERS * 2 * 16 * 2 * 8 * 4, swap_disk="1GiB")
+    got: list[Tensor | None] = [None] * 16
+    failures: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            got[i] = conversation(paged, lambda: None, (30 + i, 9, 23))
+        except BaseException as failure:
+            failures.append(failure)
+
+    with streamed() as begun:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+    assert begun.call_count > 0
+    for i, tokens in enumerate(got):
+        assert tokens is not None and torch.equal(tokens, conversation(dense, lambda: None, (30 + i, 9, 23)))
+
+
+def test_decoding_begins_when_all_is_back() -> None:
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    past = behind(paged)
+    with torch.no_grad(), streamed() as begun:
+        logits, _ = paged(text(1, 1), past)
+    assert begun.call_count == 0
+    expected = resident(paged, count=1)
+    assert torch.equal(logits, expected)
+
+
+def test_a_failed_arrival_keeps_nothing_alive() -> None:
+    """Also not until garbage is collected."""
+    _, paged = models()
+    configure(swap_disk="1GiB")
+    gc.disable()
+    try:
+        past = behind(paged)
+        with torch.no_grad(), mock.patch.object(os, "preadv", side_effect=OSError), pytest.raises(SwapError):
+            paged(text(1, 9), past)
+        del past
+        assert paged_inductor.stats().sequences == 0
+    finally:
+        gc.enable()
