@@ -159,8 +159,8 @@ class Rewrite(Pass):
         layers = {id(site): {i} for i, site in enumerate(sites)}
         for attention in state.attentions:
             pair = [id(site) for site in (attention.key, attention.value) if id(site) in layers]
-            layer = set().union(*(layers[site] for site in pair))
-            layers |= {id(sites[i]): layer for i in layer}
+            together = set().union(*(layers[site] for site in pair))
+            layers |= {id(sites[i]): together for i in together}
         order = {node: n for n, node in enumerate(graph.nodes)}
         waits: dict[tuple[int, ...], Node] = {}
         for site in sites:

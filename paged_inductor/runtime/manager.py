@@ -221,7 +221,7 @@ class Manager(Views):
         if schedule is None or schedule.epoch != view.group.epoch:
             with self.locked():
                 arrival = self.arrival(view)
-                schedule = view.schedule = Schedule(view, arrival and arrival.blocks)
+                schedule = view.schedule = Schedule(view, arrival.blocks if arrival is not None else None)
         if self._sanitizing:
             with self.locked():
                 self._check((view,))

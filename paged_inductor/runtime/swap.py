@@ -163,7 +163,7 @@ class SwapSpace:
     # -- back ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def coming(group: CacheGroup, rows: Iterable[Row]) -> bool:
+    def coming(group: CacheGroup, rows: Sequence[Row]) -> bool:
         """Whether another thread is bringing back what rows lack."""
         transfers = group.pool.transfers
         return bool(transfers) and not {
