@@ -13,11 +13,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 import paged_inductor
 from paged_inductor import SwapError, configure
 from paged_inductor._config import reset_config
 from paged_inductor.ops import formulas
+from paged_inductor.passes.rewrite import Rewrite
 from paged_inductor.runtime import CacheGroup, Schedule, SiteSpec, manager
 from paged_inductor.runtime.arrival import Arrival
 from paged_inductor.runtime.disk import _DiskExtent
@@ -413,3 +415,15 @@ def test_a_failed_arrival_keeps_nothing_alive() -> None:
         assert paged_inductor.stats().sequences == 0
     finally:
         gc.enable()
+
+
+def test_a_graph_that_would_not_wait_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Decoder(Form(), layers=LAYERS)
+    paged_inductor.page(model, inner="eager")
+    with (
+        torch.no_grad(),
+        mock.patch.object(Rewrite, "_wait_for_layers"),
+        pytest.raises(BackendCompilerFailed, match="does not wait for the tokens of paged_arena_0_0"),
+    ):
+        conversation(model, lambda: None)
