@@ -427,3 +427,12 @@ def test_a_graph_that_would_not_wait_is_refused() -> None:
         pytest.raises(BackendCompilerFailed, match="does not wait for the tokens of paged_arena_0_0"),
     ):
         conversation(model, lambda: None)
+
+
+def test_in_debug_mode_every_step_begins_when_all_is_back() -> None:
+    dense, paged = models()
+    configure(swap_disk="1GiB", sanitize=True)
+    with streamed() as begun:
+        tokens = conversation(paged, swap_out)
+    assert torch.equal(tokens, conversation(dense, lambda: None))
+    assert begun.call_count == 0
