@@ -20,6 +20,7 @@ from .mask_effects import Writers
 from .masks import MaskSpec
 from .prune import prune
 from .static_reads import StaticReads
+from .streams import wait_for_layers
 from .symbols import fake_like, fresh_size, size_node
 from .tensors import argument, expr, hint, is_call, shape
 
@@ -67,7 +68,7 @@ class Rewrite(Pass):
                 self._group_of[id(site)] = group
         for g, group in enumerate(state.groups):
             if group.streams:
-                self._wait_for_layers(state, g, plans)
+                wait_for_layers(state, g, plans)
             for site in group.sites:
                 if site.kind != "read":
                     self._write(graph, site, arenas[id(site)], plans[id(site)])
@@ -150,26 +151,6 @@ class Rewrite(Pass):
             self._reads.whole[anchor] = (table, all_lens, written, new_tokens, block_size, *chunks)
             self._starts[group.start] = expr(extent.meta["example_value"]) - expr(lead.new_tokens)
         return anchor
-
-    @staticmethod
-    def _wait_for_layers(state: GraphState, g: int, plans: dict[int, Node]) -> None:
-        """Have each layer's writes and reads wait for its old tokens: K's and V's of an attention at once, before the
-        first of them is written to."""
-        graph, sites = state.gm.graph, state.groups[g].sites
-        layers = {id(site): {i} for i, site in enumerate(sites)}
-        for attention in state.attentions:
-            pair = [id(site) for site in (attention.key, attention.value) if id(site) in layers]
-            together = set().union(*(layers[site] for site in pair))
-            layers |= {id(sites[i]): together for i in together}
-        order = {node: n for n, node in enumerate(graph.nodes)}
-        waits: dict[tuple[int, ...], Node] = {}
-        for site in sites:
-            layer = tuple(sorted(layers[id(site)]))
-            if layer not in waits:
-                first = min((sites[i] for i in layer), key=lambda site: order[site.node])
-                with graph.inserting_before(first.node):
-                    waits[layer] = graph.call_function(ops.arrived, (plans[id(site)], first.new, g, list(layer)))
-            plans[id(site)] = waits[layer]
 
     # -- bodies ----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ __all__ = ["SwapSpace"]
 
 class SwapSpace:
     """Moves blocks between the arenas and the storage. Obligation for every method: the caller holds the manager's
-    lock; `out` and `back` give it up while they copy."""
+    lock; `out`, `back` and `complete` give it up while blocks are copied."""
 
     def __init__(
         self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters, nodes: Nodes | None = None
