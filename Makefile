@@ -65,6 +65,7 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 	$(BIN)/python -m benchmarks.kinds
 	$(BIN)/python -m benchmarks.pass_time
 	$(BIN)/python -m benchmarks.swapping
+	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.prefixes
 

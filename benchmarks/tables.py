@@ -123,6 +123,21 @@ def swapping(result: dict[str, Any]) -> str:
     return f"{table(header, rows)}\n\n{text}"
 
 
+def streaming(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{c['prompt']} tokens, {c['tier']}",
+            f"**{c['streamed_over_all_first']:.2f}**",
+            c["added_ms_all_first"],
+            c["added_ms_streamed"],
+            c["in_place_ms"],
+        ]
+        for c in result["cells"]
+    ]
+    header = ["", "streamed ÷ all first", "all first adds ms", "streamed adds ms", "in place ms"]
+    return table(header, rows)
+
+
 def turns(result: dict[str, Any]) -> str:
     rows = [
         [
@@ -182,6 +197,7 @@ def main() -> None:
             "pass_time",
             "prefixes",
             "swapping",
+            "streaming",
             "turns",
         )
     }
@@ -197,6 +213,7 @@ def main() -> None:
         "pass_time": pass_time(results["pass_time"]),
         "prefixes": prefixes(results["prefixes"]),
         "swapping": swapping(results["swapping"]),
+        "streaming": streaming(results["streaming"]),
         "turns": turns(results["turns"]),
     }
     text = PAGE.read_text()

@@ -87,6 +87,7 @@ class GroupPlan:
     return. batch, count: rows, and new tokens per row, of a call; equal
     and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
     must be at every call. decodes, shares: the graph takes the sizes of the work list, or of a shared prefix, too.
+    streams: the graph waits for each layer's old tokens itself.
     static: where a call writes, if the caches are static; slide: if they slide.
     """
 
@@ -101,6 +102,7 @@ class GroupPlan:
     equal_batches: list[Callable[[Sequence[Any]], int]]
     decodes: bool
     shares: bool
+    streams: bool
     static: StaticWrites | None
     slide: Slide | None
 
@@ -127,7 +129,7 @@ class GroupPlan:
             return None  # what was full when the graph was compiled is not
         if view is None:
             return Step.of(manager().create(self.group, batch, count, label))
-        return Step(view) if self.kind == "read" else Step.of(manager().append(view, count))
+        return Step(view) if self.kind == "read" else Step.of(manager().append(view, count, later=self.streams))
 
 
 def _handle_output(kept: KeptOutput, form: Form, captured: Sequence[Node]) -> HandleOutput:
@@ -196,6 +198,7 @@ def plan_groups(
                 [size_reader(batch, captured) for batch in batches[1:] if not same_size(batch, batches[0])],
                 any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
                 any(new.kind == "shared_prefix" and new.group == g for new in state.new_inputs),
+                group.streams,
                 _static_writes(group, len(cache_group.sites), gm, count) if group.kind == "static" else None,
                 Slide(size_reader(lead.base_stop, captured)) if group.kind == "slide" else None,
             )

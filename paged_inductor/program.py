@@ -66,6 +66,7 @@ class PagedProgram:
         inputs += [new.node.meta["example_value"] for new in state.new_inputs]
         inputs += [held.node.meta["example_value"] for held in state.held]
         self._run = compiler(state.gm, inputs)
+        self._streams = any(plan.streams for plan in plans)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The captured graph's results for `args`, with handles in the places of the caches."""
@@ -112,7 +113,8 @@ class PagedProgram:
             for j in self._densify:
                 inputs[j] = inputs[j].dense()
             named = self._sharer.begin(args, self._plans, steps) if self._sharer is not None else None
-            runtime.begin(views)
+            later = [view for plan, view in zip(self._plans, views) if plan.streams] if self._streams else ()
+            runtime.begin(views, later)
         except BaseException:
             undo(steps)
             raise
@@ -127,7 +129,7 @@ class PagedProgram:
             if self._replay is not None:
                 inputs += self._replay.inputs(args, self._plans, [table for table, *_ in tables])
                 self._replay.note(inputs, self._plans)
-            dense = self._run(*inputs)
+            dense = self._run_behind(inputs, views) if self._streams else self._run(*inputs)
         except BaseException:
             undo(steps)
             raise
@@ -146,6 +148,20 @@ class PagedProgram:
             self._ran = True
             gc.collect()  # Dynamo leaves this call's caches in reference cycles: let them die with their last handle
         return dense, steps
+
+    def _run_behind(self, inputs: Sequence[Any], views: Sequence[View]) -> Sequence[Any]:
+        """The graph's results, which waits for what is on its way to the views of its groups."""
+        arrivals = [manager().arrival(view) for view in views]
+
+        def wait(group: int, sites: Sequence[int]) -> None:
+            arrival = arrivals[group]
+            if arrival is not None:
+                arrival.wait([self._plans[group].sites[i] for i in sites])
+
+        with ops.arriving(wait if any(arrivals) else None):
+            dense = self._run(*inputs)
+        manager().complete(views)
+        return dense
 
     def _confirm(self, args: Sequence[Any]) -> Sequence[Loan]:
         """The loans of the prefix that the call goes on from; raises `StalePrefix` if this graph would have computed it

@@ -147,11 +147,13 @@ class CacheSite:
 @dataclass
 class CacheGroupSites:
     """Cache sites whose lengths move together: one block table serves them all. start: stands for the first position
-    that a step writes, if they are static."""
+    that a step writes, if they are static. streams: the graph waits for each layer's old tokens before it touches them,
+    so that a step may begin without."""
 
     kind: str
     sites: list[CacheSite]
     start: sympy.Symbol | None = None
+    streams: bool = False
 
 
 @dataclass

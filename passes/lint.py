@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import ops
-from .base import GraphState, Pass
+from .base import GraphState, NewInput, Pass
 from .tensors import is_call
 
 __all__ = ["Lint", "LintError"]
@@ -30,4 +30,14 @@ class Lint(Pass):
             born = site.kind == "create" or (site.kind == "static" and (site.past is None or site.functional))
             if born and not site.outputs:
                 raise LintError(f"{site.name} is written into pages that nobody receives")
+        for new in state.new_inputs:
+            if new.kind == "arena" and state.groups[new.group].streams:
+                _check_waits(new)
         return writes
+
+
+def _check_waits(arena: NewInput) -> None:
+    for user in arena.node.users:
+        waits = [node for node in user.all_input_nodes if is_call(node, (ops.arrived,))]
+        if not any(wait.args[2] == arena.group and arena.site in wait.args[3] for wait in waits):  # type: ignore[operator]
+            raise LintError(f"{user.name} does not wait for the tokens of {arena.node.name}")

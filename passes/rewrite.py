@@ -20,6 +20,7 @@ from .mask_effects import Writers
 from .masks import MaskSpec
 from .prune import prune
 from .static_reads import StaticReads
+from .streams import wait_for_layers
 from .symbols import fake_like, fresh_size, size_node
 from .tensors import argument, expr, hint, is_call, shape
 
@@ -33,16 +34,22 @@ class Rewrite(Pass):
 
     `arena_layout(site)` says how a created site's arena is stored. shares:
     kernels may read the blocks that all rows have in common once; how many these are is a number that changes between
-    calls.
+    calls. streams: steps of several tokens may wait for the old ones layer by layer.
     """
 
     def __init__(
-        self, fake_mode: FakeTensorMode, block_size: int, arena_layout: ArenaLayouts, shares: bool = True
+        self,
+        fake_mode: FakeTensorMode,
+        block_size: int,
+        arena_layout: ArenaLayouts,
+        shares: bool = True,
+        streams: bool = True,
     ) -> None:
         self._mode = fake_mode
         self._block_size = block_size
         self._arena_layout = arena_layout
         self._shares = shares
+        self._streams = streams
         self._masks: dict[tuple[Node, Node], Node] = {}
         self._reads = StaticReads()
         self._group_of: dict[int, CacheGroupSites] = {}
@@ -59,7 +66,9 @@ class Rewrite(Pass):
             for site in group.sites:
                 plans[id(site)] = tables
                 self._group_of[id(site)] = group
-        for group in state.groups:
+        for g, group in enumerate(state.groups):
+            if group.streams:
+                wait_for_layers(state, g, plans)
             for site in group.sites:
                 if site.kind != "read":
                     self._write(graph, site, arenas[id(site)], plans[id(site)])
@@ -96,6 +105,7 @@ class Rewrite(Pass):
         )
         kernels = ops.uses_kernels(device)
         decodes = one_query and not kernels
+        group.streams = self._streams and group.kind == "append" and not one_query and device.type == "cpu"
         shares = one_query and kernels and self._shares and group.kind in ("append", "read")
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
         after = state.placeholders[-1]

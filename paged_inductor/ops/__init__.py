@@ -1,11 +1,12 @@
 """The operations that rewritten graphs call (`plan_step`, `plan_mask`, `cache_write`, `attention`, `gather`,
-`single_row_linear`), and those between graphs (`copy_blocks`, `execute_copies`).
+`single_row_linear`, `arrived`), and those between graphs (`copy_blocks`, `execute_copies`).
 
 They are plain functions, so that a compiler traces through them. On the CPU they are torch formulas that Inductor
 fuses into loops which read pages in place (`formulas`, `decode`); elsewhere they are the custom operators
 `torch.ops.paged_inductor.*` (`library`), which launch the Triton kernels.
 """
 
+from .arrival import arrived, arriving
 from .decode import INDUCTOR_OPTIONS
 from .dispatch import attention, cache_write, copy_blocks, execute_copies, gather
 from .library import uses_kernels
@@ -16,6 +17,8 @@ __all__ = [
     "INDUCTOR_OPTIONS",
     "MaskPlan",
     "StepPlan",
+    "arrived",
+    "arriving",
     "attention",
     "cache_write",
     "copy_blocks",

@@ -2,11 +2,11 @@
 
 `pool` (ids and reference counts) <- `table` (rows of blocks) <- `policy` (who shares), `tails` (what of a dropped row
 is kept) <- `group` (arenas behind the ids, and views of rows) <- `schedule` (a view's tables as tensors for kernels),
-`tiers` and `disk` (memory below the arenas) <- `storage` (what is where) <- `swap` (blocks that go and come back),
-`line` and `waiters` (who waits for memory) <- `budget` (who gets blocks, and at whose expense), `unshare` (what
-in-place writes must copy first) <- `ledger` (all groups of the process, and the lock) <- `views` (their making) <-
-`manager` (steps, books) <- `lending` (rows of equal tokens; `prefixes` names their blocks, `search` finds those of a
-prompt).
+`tiers` and `disk` (memory below the arenas) <- `storage` (what is where) <- `arrival` (blocks on their way back) <-
+`swap` (blocks that go and come back), `line` and `waiters` (who waits for memory) <- `budget` (who gets blocks, and at
+whose expense), `unshare` (what in-place writes must copy first) <- `ledger` (all groups of the process, and the lock)
+<- `views` (their making) <- `streams` (steps that begin before all is back) <- `manager` (steps, books) <- `lending`
+(rows of equal tokens; `prefixes` names their blocks, `search` finds those of a prompt).
 Beside them: `transfer` (copies under way), `ahead` (what will be used next), `census`, `counters` and `latency` (what
 `stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes).
 """

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from weakref import ref
 
+from .arrival import missing
 from .group import CacheGroup
-from .swap import missing
 from .table import Lineage, Row
 from .view import View
 

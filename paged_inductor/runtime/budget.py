@@ -20,12 +20,13 @@ import torch
 
 from .._config import config
 from .._errors import KVBudgetExceeded, SwapError
+from .arrival import missing
 from .counters import Counters
 from .group import CacheGroup
 from .memory import free_bytes, is_out_of_memory
 from .pool import Account, OutOfBlocks, OverQuota
 from .shortage import budget_exceeded, quota_exceeded
-from .swap import SwapSpace, missing
+from .swap import SwapSpace
 from .table import Row
 from .tenants import Tenant
 from .waiters import Waiters
@@ -63,9 +64,10 @@ class Budget:
         needed: Callable[[], int],
         attempt: Callable[[], T],
         tenant: Tenant,
+        later: bool = False,
     ) -> T:
         """The result of `attempt`, which allocates `needed()` blocks that `tenant` pays for, and for which the blocks
-        of `rows` must be in place.
+        of `rows` must be in place; if they may come back `later`, there is room for them, too.
 
         All are looked at again after every wait, because other threads may have changed the books. Raises
         `KVBudgetExceeded`, `QuotaExceeded` or `SwapError` with nothing changed, and `Preempted` where a `preemptible`
@@ -84,6 +86,9 @@ class Budget:
 
         try:
             while True:
+                arrival = self._swap.arrival(group, rows)
+                if arrival is not None:  # a step within a step
+                    self._swap.complete(arrival)
                 if self._swap.coming(group, rows):
                     waiters.wait_for_others()
                     continue
@@ -92,7 +97,10 @@ class Budget:
                     continue
                 try:
                     start = time.monotonic()
-                    if self._swap.back(group, rows):
+                    if later:
+                        if group.pool.num_free < wanted():
+                            raise OutOfBlocks
+                    elif self._swap.back(group, rows):
                         waiters.came_back(time.monotonic() - start)
                     return attempt()
                 except OverQuota as over:

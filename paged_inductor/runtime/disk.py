@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, NamedTuple
@@ -88,9 +88,15 @@ class _DiskExtent(Extent):
                 self._check(i, spans[i])
                 yield values
 
-    def restore(self, places: Sequence[int], blocks: Sequence[int], targets: Sequence[Target]) -> None:
+    def restore(
+        self,
+        places: Sequence[int],
+        blocks: Sequence[int],
+        targets: Sequence[Target],
+        landed: Callable[[int], object],
+    ) -> None:
         if targets[0].arena.device.type != "cpu":
-            return super().restore(places, blocks, targets)
+            return super().restore(places, blocks, targets, landed)
         spans = [self._spans(places, blocks, target.arena) for target in targets]
         reads: list[Future[None]] = []
         unchecked = iter(range(len(spans)))  # two threads take from it
@@ -99,6 +105,7 @@ class _DiskExtent(Extent):
             for i in unchecked:
                 reads[i].result()
                 self._check(i, spans[i])
+                landed(i)
 
         helper = ThreadPoolExecutor(1)
         try:

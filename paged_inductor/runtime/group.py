@@ -230,7 +230,7 @@ class CacheGroup:
 
         For recovery when an asynchronous exception (KeyboardInterrupt) struck between two updates of the books. The
         accounts' totals are wrong afterwards: the caller adds up the charges of all pools. This thread's transfers are
-        over; others' go on.
+        over, but for those that its step ends; others' go on.
         """
         while self._graveyard:
             serial = self._graveyard.popleft()
@@ -256,7 +256,7 @@ class CacheGroup:
             pool.account = tenant
             pool.claim(blocks)
         for transfer in self.pool.transfers:
-            if transfer.thread != threading.get_ident():
+            if transfer.thread != threading.get_ident() or transfer.arrival is not None:
                 pool.transfers.add(transfer)
                 transfer.leaving.intersection_update([b for b in transfer.leaving if pool.refcount(b)])
                 for block in transfer.coming:

@@ -11,26 +11,27 @@ steps runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache
 from threading import get_ident
 
 from .._config import on_change
 from .._errors import IntegrityError
 from .ahead import Ahead
+from .arrival import missing
 from .group import CacheGroup
 from .numa import Nodes, this_host
 from .schedule import Schedule
-from .swap import missing
+from .streams import Streams
 from .table import Row
 from .view import View
-from .views import StepViews, Views
+from .views import StepViews
 
 __all__ = ["Manager", "StepViews", "manager"]
 
 
-class Manager(Views):
+class Manager(Streams):
     """Owner of all cache groups. Use the process's one from `manager()`."""
 
     def __init__(self, nodes: Nodes | None = None) -> None:
@@ -40,10 +41,11 @@ class Manager(Views):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def begin(self, views: Sequence[View]) -> None:
+    def begin(self, views: Sequence[View], later: Collection[View] = ()) -> None:
         """Have the blocks of `views` in the arenas, and keep both in place until `end`.
 
-        All of a step's views must have been made before. Raises as `append`.
+        All of a step's views must have been made before. Raises as `append`. Swapped blocks of one of `later` may still
+        be on their way when this returns: see `arrival`.
         """
         me, entered = get_ident(), []
         try:
@@ -51,9 +53,9 @@ class Manager(Views):
                 while True:
                     while any(view.group.resizing for view in views):
                         self._idle.wait()
-                    if not any(missing(view.rows) for view in views):
+                    lacking = [view for view in views if missing(view.rows)]
+                    if not lacking or self._brought_back(lacking, views, later):
                         break
-                    self._bring_back(views)
                 if self._sanitizing:
                     self._check(views, beginning=True)
                 now = next(self._clock)
@@ -68,19 +70,16 @@ class Manager(Views):
                 if self.swap.used:
                     self._ahead.began(views)
         except BaseException:
-            self._leave(entered)
-            with self._lock:
-                for view in views:
-                    view.group.unpin(view)
+            try:
+                self._end_back(views)
+            finally:
+                self._leave(entered)
+                with self._lock:
+                    for view in views:
+                        view.group.unpin(view)
             raise
         if self._nodes is not None and views:
             self._nodes.bind(views[0].group.node)
-
-    def _bring_back(self, views: Sequence[View]) -> None:
-        """Bring the swapped blocks of a step's views back: all of them, or none may be swapped out again meanwhile."""
-        for view in views:
-            pin = partial(self._pin, view, ())
-            self._budget.allocating(view.group, view.rows, lambda: 0, pin, view.tenant)
 
     def _fetch(self, group: CacheGroup, rows: Sequence[Row], kept: Sequence[Row]) -> None:
         """Bring swapped blocks of `rows` back before their step begins, but not at the expense of `kept`."""
@@ -99,6 +98,7 @@ class Manager(Views):
         if self._nodes is not None and views:
             self._nodes.unbind()
         try:
+            self._end_back(views)
             self._leave(views)
         except BaseException:  # interrupted: none of this thread's steps goes on
             self._leave(views, every=True)
@@ -167,7 +167,8 @@ class Manager(Views):
         schedule = view.schedule
         if schedule is None or schedule.epoch != view.group.epoch:
             with self.locked():
-                schedule = view.schedule = Schedule(view)
+                arrival = self.arrival(view)
+                schedule = view.schedule = Schedule(view, arrival.blocks if arrival is not None else None)
         if self._sanitizing:
             with self.locked():
                 self._check((view,))

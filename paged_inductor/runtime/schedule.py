@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,13 +48,16 @@ class Schedule:
         "shared_prefix",
     )
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, coming: Mapping[int, int] | None = None) -> None:
+        """coming: swapped block -> the block that will be in its place."""
         group = view.group
         self.epoch = group.epoch
         self._block_size = group.block_size
         self._device = group.sites[0].device
         self._lens = array("i", view.lengths)
         tables = [row.blocks[: -(-seen // group.block_size)] for row, seen in zip(view.rows, view.lengths)]
+        if coming:
+            tables = [[coming.get(block, block) for block in blocks] for blocks in tables]
         self._layout(tables, max(map(len, tables), default=0))
         self.seq_lens = self._tensor(self._lens)
         self._count_chunks()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .._errors import SwapError
+from .arrival import Arrival, Return, finish_kernels, missing
 from .counters import Counters
 from .group import CacheGroup
 from .numa import Nodes
@@ -25,20 +25,15 @@ from .pool import Account
 from .site import SiteSpec
 from .storage import Storage
 from .table import Row
-from .tiers import Extent, Part, Target, TierFull
+from .tiers import Extent, Part, TierFull
 from .transfer import Transfer
 
-__all__ = ["SwapSpace", "missing"]
-
-
-def missing(rows: Iterable[Row]) -> list[int]:
-    """The swapped blocks of some rows, each once."""
-    return list(dict.fromkeys(block for row in rows if row.away for block in row.blocks if block < 0))
+__all__ = ["SwapSpace"]
 
 
 class SwapSpace:
     """Moves blocks between the arenas and the storage. Obligation for every method: the caller holds the manager's
-    lock; `out` and `back` give it up while they copy."""
+    lock; `out`, `back` and `complete` give it up while blocks are copied."""
 
     def __init__(
         self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters, nodes: Nodes | None = None
@@ -145,7 +140,7 @@ class SwapSpace:
                 transfer.extents = (extent,)
                 try:
                     with self._unlocked():
-                        _finish_kernels(index.device)
+                        finish_kernels(index.device)
                         extent.fill(parts)
                 except TierFull:
                     transfer.extents = ()
@@ -168,7 +163,7 @@ class SwapSpace:
     # -- back ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def coming(group: CacheGroup, rows: Iterable[Row]) -> bool:
+    def coming(group: CacheGroup, rows: Sequence[Row]) -> bool:
         """Whether another thread is bringing back what rows lack."""
         transfers = group.pool.transfers
         return bool(transfers) and not {
@@ -181,70 +176,65 @@ class SwapSpace:
         Raises `OutOfBlocks` or `OverQuota` if there is no room, `SwapError` if their tokens cannot be read; they stay
         swapped then. Obligation: not `coming`.
         """
-        ids = missing(rows)
-        if not ids:
+        if not missing(rows):
             return 0
         start = time.perf_counter()
-        by_extent: dict[Extent, list[int]] = {}
-        for swapped in ids:
-            by_extent.setdefault(self.storage.piece(swapped).extent, []).append(swapped)
-        for members in by_extent.values():
-            members.sort(key=lambda swapped: self.storage.piece(swapped).place)
-        blocks = group.pool.reserve([swapped for members in by_extent.values() for swapped in members])
-        tasks = [
-            (extent, [self.storage.piece(swapped).place for swapped in members], [blocks[s] for s in members])
-            for extent, members in by_extent.items()
-        ]
-        transfer = Transfer(tuple(by_extent), rows, coming={block: swapped for swapped, block in blocks.items()})
+        coming = Return(group, self.storage, rows)
         try:
-            with self._moving(group, transfer):
-                size = sum(_read(group, *task) for task in tasks)
-        except BaseException as error:
-            for block in blocks.values():
-                group.pool.release(block)
-            self.storage.close_unused()
-            if isinstance(error, SwapError):
-                raise SwapError(
-                    f"{len(ids)} swapped block(s) of a cache could not be brought back: {error}. That cache is lost: "
-                    "drop it and compute it again; all others are intact"
-                ) from error
+            with self._moving(group, coming.transfer):
+                coming.copy()
+        except BaseException:
+            coming.refuse()
             raise
-        arrived = {swapped: block for swapped, block in blocks.items() if group.pool.refcount(swapped)}
-        group.rename(arrived)
-        for swapped, block in blocks.items():
-            if swapped in arrived:
-                group.pool.swap_in(swapped, block)
-            else:  # its last owner has gone
-                group.pool.release(block)
-        self.storage.forget(arrived)
-        self._counters.swaps_in += len(arrived)
-        self._counters.swap_bytes_in += size
-        self._counters.swap_seconds_in += time.perf_counter() - start
-        return len(arrived)
+        return coming.accept(self._counters, time.perf_counter() - start)
+
+    def begin_back(self, group: CacheGroup, rows: Sequence[Row]) -> None:
+        """Have the swapped blocks of `rows` brought back while this thread's step runs, which ends it by `end_back`.
+
+        Raises as `back`, but for `SwapError`. Obligation: there are some, and none is `coming`.
+        """
+        arrival = Arrival(group, self.storage, rows)
+        group.pool.transfers.add(arrival.transfer)
+        arrival.start()
+
+    @staticmethod
+    def arrival(group: CacheGroup, rows: Sequence[Row]) -> Arrival | None:
+        """What brings back blocks of `rows` while this thread's step runs; None if nothing does. Needs no lock."""
+        if not group.pool.transfers:
+            return None
+        me, lacking = threading.get_ident(), set(missing(rows))
+        for transfer in tuple(group.pool.transfers):
+            arrival = transfer.arrival
+            if arrival is None or transfer.thread != me:
+                continue
+            if transfer.rows is rows or not lacking.isdisjoint(arrival.blocks):
+                return arrival
+        return None
+
+    def end_back(self, arrival: Arrival) -> None:
+        """Let everybody see what has arrived if that is all, else nothing. Obligation: the arrival has ended, or was
+        stopped."""
+        group, transfer = arrival.group, arrival.transfer
+        failed = arrival.failed
+        transfer.arrival = None  # from here on an interruption ends it, see `CacheGroup.reconcile`
+        group.pool.transfers.discard(transfer)
+        self._idle.notify_all()
+        arrival.forget_error()
+        if failed:
+            arrival.refuse()
+        else:
+            arrival.accept(self._counters, arrival.seconds)
+
+    def complete(self, arrival: Arrival) -> None:
+        """Wait for an arrival of this thread, and end it. Raises as `back`."""
+        with self._unlocked():
+            arrival.join()
+        self.end_back(arrival)
 
     def forget_dropped(self, group: CacheGroup) -> None:
         """Forget the swapped blocks that no row of a group has any more."""
         self.storage.forget(group.pool.dropped)
         group.pool.dropped.clear()
-
-
-def _read(group: CacheGroup, extent: Extent, places: Sequence[int], blocks: Sequence[int]) -> int:
-    """Copy the contents of an extent's places into blocks, layer by layer; returns the bytes."""
-    index = torch.tensor(blocks, device=group.sites[0].device)
-    _finish_kernels(index.device)
-    extent.restore(places, blocks, [_target(site, arena, index) for site, arena in zip(group.sites, group.arenas)])
-    _finish_kernels(index.device)  # what contents came through is used again
-    return sum(part.size(len(places)) for part in extent.parts)
-
-
-def _finish_kernels(device: torch.device) -> None:
-    """Wait for what was launched: other streams may still read or write blocks that no step holds any more."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _target(site: SiteSpec, arena: Tensor, index: Tensor) -> Target:
-    return Target(site.stored(arena), lambda values: site.put(arena, index, values))
 
 
 def _part(site: SiteSpec, arena: Tensor, index: Tensor) -> Part:

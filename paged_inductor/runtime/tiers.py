@@ -73,12 +73,21 @@ class Extent(ABC):
         """The contents of blocks `places` (ascending) of each site in turn, [len(places), ...] on the CPU, valid until
         the next. Raises `SwapError`. Several threads may read at the same time."""
 
-    def restore(self, places: Sequence[int], blocks: Sequence[int], targets: Sequence[Target]) -> None:
-        """Copy the contents of `places` (ascending) into `blocks` of each site's target. Raises `SwapError`; anything
-        may be in the blocks then. Nobody writes there any more when this has ended, however it ends."""
+    def restore(
+        self,
+        places: Sequence[int],
+        blocks: Sequence[int],
+        targets: Sequence[Target],
+        landed: Callable[[int], object],
+    ) -> None:
+        """Copy the contents of `places` (ascending) into `blocks` of each site's target. `landed` is called with the
+        number of each site that is complete, perhaps by another thread; what it raises ends the copy. Raises
+        `SwapError`; anything may be in the blocks then. Nobody writes there any more when this has ended, however it
+        ends."""
         with closing(self.read(places)) as contents:
-            for target, values in zip(targets, contents):
+            for i, (target, values) in enumerate(zip(targets, contents)):
                 target.put(values)
+                landed(i)
 
     def close(self) -> None:
         """Give the tier its bytes back. Obligation: the caller holds the manager's lock, and nobody reads."""

@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .arrival import Arrival
     from .table import Row
     from .tiers import Extent
 
@@ -20,7 +21,8 @@ class Transfer:
 
     extents: what is read or written. rows: whose blocks must stay where they are meanwhile. leaving: blocks whose
     copies will take their places; whoever uses or frees one meanwhile takes it out. coming: new block -> the swapped
-    block whose tokens it will get. thread: who copies.
+    block whose tokens it will get. thread: who copies, or whose step has it copied while it runs: by `arrival`, which
+    that step ends.
     """
 
     extents: Sequence[Extent] = ()
@@ -28,3 +30,4 @@ class Transfer:
     leaving: set[int] = field(default_factory=set)
     coming: dict[int, int] = field(default_factory=dict)
     thread: int = field(default_factory=get_ident)
+    arrival: Arrival | None = None

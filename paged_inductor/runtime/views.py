@@ -92,10 +92,11 @@ class Views(Ledger):
             view.group.relength(view, newer.rows, newer.lengths)
             view.schedule = schedule
 
-    def append(self, view: View, count: int) -> StepViews:
-        """A view that sees `count` more tokens (unwritten) than `view`, which keeps its meaning."""
+    def append(self, view: View, count: int, later: bool = False) -> StepViews:
+        """A view that sees `count` more tokens (unwritten) than `view`, which keeps its meaning. later: swapped blocks
+        may stay where they are until the step begins."""
         with self.locked():
-            return self._extend(view.group, view.rows, view.lengths, view.length, count, view.label, view)
+            return self._extend(view.group, view.rows, view.lengths, view.length, count, view.label, view, later)
 
     def _extend(
         self,
@@ -106,6 +107,7 @@ class Views(Ledger):
         count: int,
         label: str,
         parent: View | None,
+        later: bool = False,
     ) -> StepViews:
         block_size = group.block_size
         copies: list[tuple[int, int]] = []
@@ -124,7 +126,12 @@ class Views(Ledger):
         def needed() -> int:
             return blocks_needed(rows, lengths, count, group.pool, block_size, skips)
 
-        new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant)
+        later = later and not self._sanitizing and not any(skips)
+        new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant, later)
+        if any(source < 0 for source, _ in copies):  # of a tail that others see, too
+            for row, seen in zip(new_rows, new_lengths):
+                unregister(row, seen, group.pool, block_size)
+            new_rows, new_lengths = self._budget.allocating(group, rows, needed, attempt, tenant)
         for row, skip in zip(rows, skips):
             for block in row.blocks[:skip]:
                 group.pool.index.leave_behind(block)

@@ -43,7 +43,9 @@ def restored(extent: Extent, way: Any, places: list[int] = PLACES, blocks: list[
     arenas = [torch.zeros(ROWS, *shape) for shape in SHAPES]
     index = torch.tensor(blocks)
     targets = [Target(arena, lambda values, arena=arena: arena.index_copy_(0, index, values)) for arena in arenas]
-    (way or type(extent).restore)(extent, places, blocks, targets)
+    landed: list[int] = []
+    (way or type(extent).restore)(extent, places, blocks, targets, landed.append)
+    assert sorted(landed) == [*range(len(SHAPES))]
     return arenas
 
 

@@ -101,14 +101,21 @@ class SystemMachine(RuleBasedStateMachine):
         return sha256(bytes([g])).digest()
 
     def fill(self, view: View, step: StepViews, ids: list[int], old: int) -> None:
-        """What a model does: write the new tokens of all sites."""
+        """What a model does: write the new tokens of all sites, each when its old ones have arrived, which it sees."""
         for arena in view.group.arenas:
             for source, target in step.copies:
                 arena[target] = arena[source]
-        for row in view.rows:
-            for at in range(old, len(ids)):
-                for s, arena in enumerate(view.group.arenas):
-                    arena[row.blocks[at // SIZE - row.skipped], :, at % SIZE] = self.number(ids, at) + s / 4
+        arrival = self.runtime.arrival(view)
+        table = self.runtime.schedule(view).block_table.tolist()
+        for s, arena in enumerate(view.group.arenas):
+            if arrival is not None:
+                arrival.wait([s])
+            for row, blocks in zip(view.rows, table):
+                for at in range(row.skipped * SIZE, len(ids)):
+                    slot = arena[blocks[at // SIZE - row.skipped], :, at % SIZE]
+                    if at >= old:
+                        slot.fill_(self.number(ids, at) + s / 4)
+                    assert (slot == self.number(ids, at) + s / 4).all()
 
     def right(self, cache: Cache) -> None:
         """All tokens of a cache that is in place and shown."""
@@ -121,20 +128,25 @@ class SystemMachine(RuleBasedStateMachine):
                     wanted = [self.number(cache.ids, at) + s / 4 for at in range(stop - view.length, stop)]
                     assert torch.equal(shown, torch.tensor(wanted)[:, None, None].expand_as(shown))
 
-    def grown(self, cache: Cache, ids: list[int], batch: int, registering: bool = False) -> Cache:
-        """A step: `cache`, whose views may be none, with more tokens. As a compiled program does it."""
+    def grown(self, cache: Cache, ids: list[int], batch: int, registering: bool = False, later: bool = False) -> Cache:
+        """A step: `cache`, whose views may be none, with more tokens. As a compiled program does it. later: the step
+        may begin before swapped blocks are back."""
         longer = [*cache.ids, *ids]
         views: list[View] = []
         steps: list[StepViews] = []
         for g, group in enumerate(self.groups):
             if cache.views:
-                steps.append(self.runtime.append(cache.views[g], len(ids)))
+                steps.append(self.runtime.append(cache.views[g], len(ids), later))
             else:
                 steps.append(self.runtime.create(group, batch, len(ids), "prompt"))
             views.append(steps[-1].view)
-        with self.runtime.using(*views):
+        self.runtime.begin(views, views if later else ())
+        try:
             for view, step in zip(views, steps):
                 self.fill(view, step, longer, len(cache.ids))
+            self.runtime.complete(views)
+        finally:
+            self.runtime.end(views)
         policy = self.policy(cache.tenant, registering)
         for g, view in enumerate(views):
             names = []
@@ -182,14 +194,14 @@ class SystemMachine(RuleBasedStateMachine):
         self.system.append(ids + more)
 
     @some_cache
-    @rule(random=some, ids=texts, keep=st.booleans())
-    def step(self, random: Random, ids: list[int], keep: bool) -> None:
+    @rule(random=some, ids=texts, keep=st.booleans(), later=st.booleans())
+    def step(self, random: Random, ids: list[int], keep: bool, later: bool) -> None:
         cache = self.pick(random)
         if len(cache.ids) > MAX_TOKENS:
             return
         with self.acting(cache.tenant):
             try:
-                longer = self.grown(cache, ids, 1)
+                longer = self.grown(cache, ids, 1, later=later)
             except (KVBudgetExceeded, SwapError) as error:
                 self.lost(cache, error)
                 return
@@ -281,8 +293,8 @@ class SystemMachine(RuleBasedStateMachine):
         self.damaged = True
 
     @some_cache
-    @rule(random=some, ids=texts, kind=st.sampled_from(["growth", "step", "locked"]))
-    def fail(self, random: Random, ids: list[int], kind: str) -> None:
+    @rule(random=some, ids=texts, kind=st.sampled_from(["growth", "step", "locked"]), later=st.booleans())
+    def fail(self, random: Random, ids: list[int], kind: str, later: bool) -> None:
         """No memory for a larger arena, a model that raises, Ctrl-C in the middle of an entry: nothing has changed."""
         cache = self.pick(random)
         faults: dict[str, tuple[Any, str, type[BaseException]]] = {
@@ -297,7 +309,7 @@ class SystemMachine(RuleBasedStateMachine):
 
         with self.acting(cache.tenant), mock.patch.object(where, name, struck):
             try:
-                self.grown(cache, ids, 1)
+                self.grown(cache, ids, 1, later=later)
             except (MemoryError, RuntimeError, KeyboardInterrupt, KVBudgetExceeded, SwapError) as error:
                 self.lost(cache, error)
 
