@@ -9,33 +9,38 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Hooks"]
 
+Found = list[tuple[nn.Module, list[Any]]]
+"""Modules, and (key, hook) of each of their hooks."""
+
 
 class Hooks:
     """The forward hooks of the parts of a model, but not of the model itself: those run outside of its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._registered = -1  # how many hooks there were in the process when these were looked at
-        self._found: list[tuple[nn.Module, list[Any]]] = []
+        self._known: tuple[int, Found] = (-1, [])  # how many had been registered in the process when these were found
 
-    @property
-    def present(self) -> bool:
-        """Whether there were some when `changed` was asked."""
-        return bool(self._found)
-
-    def changed(self) -> bool:
-        """Whether they are others than the last time. A model that has none is looked through only if a hook was
-        registered anywhere since."""
+    def now(self) -> Found:
+        """Those that are there. A model that had none is looked through only if a hook was registered anywhere since.
+        Thread-safe: whoever knows of a change never gets older ones again."""
         registered = RemovableHandle.next_id
-        if registered == self._registered and not self._found:
-            return False
-        self._registered = registered
-        before, self._found = self._found, self._all()
-        return self._found != before
-
-    def _all(self) -> list[tuple[nn.Module, list[Any]]]:
-        return [
-            (part, [*part._forward_pre_hooks.items(), *part._forward_hooks.items()])
+        before = self._known
+        if registered == before[0] and not before[1]:
+            return before[1]
+        found = [
+            (part, hooks)
             for path, part in self._module.named_modules()
-            if path and (part._forward_pre_hooks or part._forward_hooks)
+            if path and (part._forward_pre_hooks or part._forward_hooks) and (hooks := _hooks(part))
         ]
+        self._known = registered, found
+        return found
+
+
+def _hooks(part: nn.Module) -> list[Any]:
+    """The hooks of a module, but for those by which transformers collects outputs: it leaves them there for good, and
+    asks for outputs by arguments."""
+    return [
+        item
+        for item in (*part._forward_pre_hooks.items(), *part._forward_hooks.items())
+        if getattr(item[1], "__module__", "") != "transformers.utils.output_capturing"
+    ]

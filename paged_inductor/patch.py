@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class PagedForward:
         self._owner = object()
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(module.forward)
-        self._call: Any = None
+        self._compiled: tuple[Any, Callable[..., Any]] | None = None  # with the hooks that it calls
         self._hooks = Hooks(module)
         signature = self.__signature__
         begins = "logits_to_keep" in signature.parameters
@@ -56,11 +57,13 @@ class PagedForward:
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call
-        if self._hooks.changed() or call is None:
+        hooks = self._hooks.now()
+        compiled = self._compiled
+        if compiled is None or compiled[0] != hooks:
             forward = type(self._module).forward.__get__(self._module)
-            call = self._call = compile_paged(forward, self._options, self._owner)
-        if self._options.get("verify") or self._hooks.present:  # these would not see what of a prompt is cached
+            compiled = self._compiled = hooks, compile_paged(forward, self._options, self._owner)
+        call = compiled[1]
+        if self._options.get("verify") or hooks:  # these would not see what of a prompt is cached
             return call(*args, **kwargs)
         return self._reuse.call(call, args, kwargs)
 

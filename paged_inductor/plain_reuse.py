@@ -148,7 +148,7 @@ class PlainReuse:
         proven = loan.confirmed and returned(result, loan.outputs, loan.views) == whole.results
         if not proven:
             return None
-        lent.used(manager().counters)
+        lent.used(manager())
         return (result,)
 
     def _observe(

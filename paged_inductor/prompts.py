@@ -75,7 +75,7 @@ def borrow(
     if sharing.whole or ids is None or any(each is None for each in along):
         return None
     rules = policy()
-    sharer.weights.look()
+    sharer.weights.look(known.weights)
     root = sharer.root(known.weights, rules.salt)
     mask = value(sharer.places[sharing.mask]) if sharing.mask else None
     count = len(sharing.positions)

@@ -73,10 +73,13 @@ class Reuse:
             with loan:
                 result = function(**_rest(kwargs, lent.length))
             if loan.confirmed and dynamic_caches.logits_only(result):  # other outputs would lack the cached positions
-                lent.used(manager().counters)
+                lent.used(manager())
                 return result
         except StalePrefix:
             pass
+        except BaseException:
+            cache.restore()
+            raise
         cache.restore()
         return self._observe(function, kwargs, cache, form)  # the model computes in another way than it did
 

@@ -129,12 +129,10 @@ class Sharer:
         alone = not starts or len(lead.rows) == 1 or count < lead.group.block_size
         if alone and lead.tenant.share == "none" and registering.get() is None:
             return None
-        firsts = [step.extent and step.extent - count for step in steps]
+        firsts = [None if step.extent is None else step.extent - count for step in steps]
         found = self._before(args, plans, [step.view for step in steps], firsts, count, count)
         if found is None:
             return None
-        if count > 1:
-            self.weights.look()
         root = self.root(args, lead.tenant.salt)
         return None if root is None else Named(root, *found)
 
@@ -155,6 +153,8 @@ class Sharer:
             if first is not None:
                 if plan.static is None or not plan.static.complete or (first and not plan.inputs):
                     return None
+                if any(row.skipped or seen != view.extent for row, seen in zip(view.rows, view.lengths)):
+                    return None  # it slid
                 totals.add(first)
                 shown[place] = first
             else:
@@ -207,7 +207,7 @@ class Sharer:
         policy = Policy.of(views[0].tenant, registration is not None)
         full = named.old // views[0].group.block_size
         if (named.old + plans[0].count(args)) // views[0].group.block_size > full:
-            self.weights.look()  # a block will be known
+            self.weights.look(args)  # a block will be known
         if self.root(args, views[0].tenant.salt) != named.root:  # the weights were written to meanwhile
             return
         starts = not plans[0].inputs or (plans[0].static is not None and named.old == 0)
@@ -261,7 +261,7 @@ class Sharer:
         before = self._before(args, plans, views, firsts, 0, plans[0].count(args))
         if before is None or before[1] != loan.windows:
             return False
-        self.weights.look()
+        self.weights.look(args)
         root = self.root(args, manager().tenants.current().salt)
         return root is not None and all(
             row.names is not None and row.names.root == group_root(root, place)

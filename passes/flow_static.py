@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from .base import CacheSite, GraphState
 from .flow import TOKENS, Flow, Flows, NotShared
 from .mask_effects import Writers
-from .tensors import argument, expr, is_call, is_tensor
+from .tensors import expr, is_call
 
 __all__ = ["StaticStart"]
 
@@ -59,14 +59,13 @@ class StaticStart:
         flows.operands.update({node: [] for node in (*self.indices, *self.counters)})
         writers = Writers(graph)
         for counter in self.counters:
-            aliases = [counter]
-            while is_call(aliases[-1], (), ("to",)) and is_tensor(aliases[-1].args[0]):
-                aliases.append(aliases[-1].args[0])
-            for writer in writers.all_of(aliases):
-                if is_call(writer, (), ("add_",)) and argument(writer, 0, "self") in aliases:
-                    readers = {user for node in aliases for user in node.users} - {*aliases, writer}
-                    if all(reader < writer or reader.op == "output" for reader in readers):
-                        flows.written.add(writer)
+            aliases = writers.aliases(graph.nodes, counter)
+            for writer in writers.all_of([counter]):
+                readers = {user for node in aliases for user in node.users} - {writer}
+                if is_call(writer, (), ("add_",)) and all(
+                    reader < writer or reader.op == "output" for reader in readers
+                ):
+                    flows.written.add(writer)
 
 
 def _number(sites: Iterable[CacheSite]) -> sympy.Expr:

@@ -50,6 +50,11 @@ class Writers:
         groups = {self._find(n) for n in nodes}
         return list(dict.fromkeys(writer for writer, target in self._writers if self._find(target) in groups))
 
+    def aliases(self, nodes: Iterable[Node], node: Node) -> set[Node]:
+        """Those of `nodes` that may share memory with `node`, itself included."""
+        home = self._find(node)
+        return {other for other in nodes if self._find(other) is home}
+
     def spoils(self, nodes: Iterable[Node], result: Node) -> Node | None:
         """A node that may change what `result` was computed from by way of `nodes`: that writes to one of them before
         another has read it, or to `result` itself."""

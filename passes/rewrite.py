@@ -105,7 +105,8 @@ class Rewrite(Pass):
         )
         kernels = ops.uses_kernels(device)
         decodes = one_query and not kernels
-        group.streams = self._streams and group.kind == "append" and not one_query and device.type == "cpu"
+        several = hint(lead.new_tokens) > 1 and hint(batch) > 0 and not one_query
+        group.streams = self._streams and group.kind == "append" and several and device.type == "cpu"
         shares = one_query and kernels and self._shares and group.kind in ("append", "read")
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
         after = state.placeholders[-1]

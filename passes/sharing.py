@@ -112,7 +112,8 @@ class _Proof:
 
     def _sharing(self, how: bytes, order: tuple[int, ...], windows: tuple[tuple[int, int | None], ...]) -> Sharing:
         visited = self._visited(new_tokens(site) for site in self.state.sites)
-        writer = self._writer(visited)
+        told = {self.attend.mask} if self.attend.mask is not None else set()
+        writer = self._writer(visited | told)
         if writer is not None:
             raise NotShared(f"{writer.name} writes in place to what K and V come from")
         role = {node: self.roles[node] for node in self.state.placeholders if node in visited and node in self.roles}
@@ -125,8 +126,8 @@ class _Proof:
         returns = self.flows.current = self.state.gm.graph.output_node()
         results, last = (b"", 0) if self.static else self._results(role)  # it may return counters, moved on
         used = {None, returns, *everything} if results else {None, *visited}
-        known = {("totals", self.flows.past)} if self.static else set()  # where a call writes is read anyway
-        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)) - known, key=str)
+        read = {("totals", self.flows.past)} if self.static else set()  # where a call writes, the runtime reads anyway
+        assumed = sorted(set().union(*(self.flows.assumed.get(node, ()) for node in used)) - read, key=str)
         flows = (self.flows.values.get(node) for node in everything)
         counted = (isinstance(flow, Flow) and flow.offset is not None for flow in flows)
         self.mixes = len(positions) > 1 or (bool(positions) and any(counted))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .counters import Counters
 from .group import CacheGroup
 from .manager import Manager
 from .policy import SYSTEM, Policy
@@ -29,9 +28,10 @@ class Lent(NamedTuple):
     views: Sequence[View]
     length: int
 
-    def used(self, counters: Counters) -> None:
+    def used(self, manager: Manager) -> None:
         """Count the tokens as found: what goes on from them was right to."""
-        counters.prefix_hits += self.length * len(self.views[0].rows)
+        with manager.locked():
+            manager.counters.prefix_hits += self.length * len(self.views[0].rows)
 
 
 def settle(manager: Manager, view: View, names: Sequence[RowNames | None], policy: Policy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -50,3 +51,29 @@ def test_other_models_hooks_compile_nothing_anew() -> None:
     pair.dense.model.norm.register_forward_hook(lambda module, args, out: None)
     pair.generate(tokens(20))
     assert len(paged_inductor.explain(pair.paged).graphs) == graphs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_leaves_behind_to_collect_outputs_is_no_hook() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    with tenant("tenant"):
+        pair.generate(tokens(43))
+        assert pair.generate(tokens(43), output_hidden_states=True)[1] == 0
+        assert any(part._forward_hooks for part in pair.paged.modules())
+        assert pair.generate(tokens(43))[1] == 42
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_threads_see_a_hook_from_then_on() -> None:
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    prompts = [tokens(20, seed) for seed in range(4)]
+    for hooked in (False, True):
+        if hooked:
+            for model in (pair.dense, pair.paged):
+                model.model.layers[0].register_forward_hook(scaled)
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda ids: pair.paged.generate(ids, max_new_tokens=4, do_sample=False), prompts))
+        for ids, mine in zip(prompts, got):
+            assert torch.equal(mine, pair.dense.generate(ids, max_new_tokens=4, do_sample=False))

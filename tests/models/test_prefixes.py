@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import paged_inductor
 from paged_inductor.runtime import manager
@@ -345,7 +346,27 @@ def test_memory_that_another_tensor_had_before_is_another_weight() -> None:
         seen.add(weights.digest([weight]))
         assert weights.digest([weight]) in seen
         assert Weights({"weight": 0}).digest([weight]) in seen
-    assert len(seen) == 20 > len(addresses)
+    assert len(seen) == 20
+    if len(addresses) == 20:
+        pytest.skip("no address came twice")
+
+
+def test_memory_that_weights_gave_up_is_neither_kept_nor_read() -> None:
+    weight, other = (torch.nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+    weights = Weights({"weight": 0, "other": 1})
+    given = [weight, other]
+    first = weights.digest(given)
+    storage = StorageWeakRef(weight.untyped_storage())
+    weight.data = torch.zeros(4, 4)
+    assert storage.expired()
+    assert weights.digest(given) != first
+    size = other.untyped_storage().nbytes()
+    other.untyped_storage().resize_(0)
+    weights.look(given)
+    assert weights.digest(given) is not None
+    other.untyped_storage().resize_(size)
+    weights.look(given)
+    assert weights.digest(given) is not None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -390,15 +411,15 @@ def test_a_sample_of_weights() -> None:
     weights = Weights({str(i): i for i in range(len(parts))})
     first = weights.digest(parts)
     for part in parts:
-        weights.look()
+        weights.look(parts)
         assert weights.digest(parts) == first
         if part.numel():
             before = part.data.clone()
             part.data.view(-1)[:1].fill_(1) if part.is_contiguous() else part.data[:1, :1].fill_(1)
-            weights.look()
+            weights.look(parts)
             assert weights.digest(parts) != first
             part.data.copy_(before) if part.stride() != (0, 1) else part.data[:1].copy_(before[:1])
-    weights.look()
+    weights.look(parts)
     assert weights.digest(parts) == first
 
 

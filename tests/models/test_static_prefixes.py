@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import paged_inductor
+from paged_inductor.runtime import Manager
 from paged_inductor.token_names import row_tokens
 from tests.models.static_zoo import FORMS, StaticForm, loop
 from tests.models.test_prefixes import Pair, blocks, hits, llama, tenant, tokens
+from tests.models.test_window_prefixes import mistral
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -154,6 +157,39 @@ def test_hand_written_buffers_share(form: StaticForm) -> None:
             found.append([a == b for a, b in zip(*rows)])
         assert found == [[False] * 4, [True, True, False, False], [True, False, False, False]]
     assert all(not graph.sharing for graph in paged_inductor.explain(model).graphs if graph.sites)
+    paged_inductor.check_integrity()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_fails_leaves_the_cache_empty(error: type[BaseException]) -> None:
+    """What was lent does not stay in the caller's cache: it may be used again."""
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    with tenant("tenant"), torch.no_grad():
+        for make in (lambda: buffer(pair.paged, 64), lambda: transformers.DynamicCache(config=pair.paged.config)):
+            pair.paged(tokens(40), past_key_values=make(), logits_to_keep=1)
+            past = make()
+            with mock.patch.object(Manager, "begin", side_effect=error), pytest.raises(error):
+                pair.paged(tokens(40), past_key_values=past, logits_to_keep=1)
+            assert int(past.get_seq_length()) == 0
+            assert not any(layer.is_initialized for layer in past.layers)
+            got = pair.paged(tokens(40), past_key_values=past, logits_to_keep=1).logits
+            torch.testing.assert_close(got, pair.dense(tokens(40), logits_to_keep=1).logits, rtol=1e-4, atol=1e-4)
+    paged_inductor.check_integrity()
+
+
+def test_a_buffer_that_rolled_and_begins_again() -> None:
+    """Its rows have left blocks behind: what is in the others are not the first tokens."""
+    torch.manual_seed(0)
+    pair = Pair(mistral())
+    with tenant("tenant"), torch.no_grad():
+        mine, theirs = (buffer(model, 80) for model in (pair.paged, pair.dense))
+        for seed in (1, 1, 2):
+            for cache in (mine, theirs):
+                cache.reset()
+            for part in (tokens(18, seed), *tokens(50, 3)[0].view(-1, 1, 1), tokens(5, seed)):
+                got = pair.paged(part, past_key_values=mine).logits
+                torch.testing.assert_close(got, pair.dense(part, past_key_values=theirs).logits, rtol=1e-4, atol=1e-4)
     paged_inductor.check_integrity()
 
 

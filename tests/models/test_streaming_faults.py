@@ -107,6 +107,7 @@ def test_interrupted_while_it_waits() -> None:
     _, paged = models()
     configure(swap_disk="1GiB")
     past = behind(paged)
+    num_sites = 2 * len(past)
     read: list[int] = []
     original = _DiskExtent._check
 
@@ -121,6 +122,7 @@ def test_interrupted_while_it_waits() -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         paged(text(1, 9), past)
+    assert len(read) < num_sites
     assert not any(group.pool.transfers for group in manager().groups)
     check_is_intact(paged, past)
 

@@ -76,6 +76,11 @@ def told(old: int, count: int) -> Tensor:
     return mask
 
 
+def moved_view(m: Buffers, x: Tensor, at: Tensor) -> Tensor:
+    """Reads the counter behind its move by way of a view."""
+    return x + m.places[torch.arange(x.shape[1]) + at.view(1)]
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -100,13 +105,24 @@ def test_masks_that_are_told_are_looked_at() -> None:
         ({"embed": lambda m, ids, at, extra: m.embed(ids) * (at + 1)}, None, "the call's first position enters"),
         ({"embed": lambda m, ids, at, extra: m.embed(ids) + m.places[at]}, None, "the call's first position enters"),
         ({"after": lambda m, x, at: x + m.places[torch.arange(x.shape[1]) + at]}, None, "writes in place"),
+        ({"after": moved_view}, None, "writes in place"),
         ({"move": lambda at, count: at.mul_(1).add_(count)}, None, "writes in place"),
         ({"mask": lambda m, causal, extra: extra}, lambda old, count: told(old, count).float(), "not understood"),
         ({"mask": lambda m, causal, extra: extra & True}, told, "not understood"),
         ({"mask": lambda m, causal, extra: causal | True}, None, "not proven to hide"),
         ({"mask": lambda m, causal, extra: torch.arange(LENGTH)[None] <= LENGTH}, None, "not proven to hide"),
     ],
-    ids=["factor", "one place", "moved before", "moved twice", "bias", "computed", "all", "all shown"],
+    ids=[
+        "factor",
+        "one place",
+        "moved before",
+        "a view of it moved before",
+        "moved twice",
+        "bias",
+        "computed",
+        "all",
+        "all shown",
+    ],
 )
 def test_what_does_not_say_is_refused(parts: dict[str, Any], extras: Any, reason: str) -> None:
     found = reasons(Buffers(**parts), extras or (lambda old, count: None))
