@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from .passes import CacheSite
 from .runtime import SiteSpec
+from .tensor import PagedTensor
 from .tensor.adopt import Buffer, adopt, refusal
 
 __all__ = ["AdoptingProgram"]
@@ -30,15 +31,18 @@ class AdoptingProgram:
         block_size: int,
         label: str,
         compile_dense: Callable[..., Callable[..., Any]],
+        compile_paged: Callable[[Sequence[Any]], Callable[..., Any]],
     ) -> None:
-        """sites: the caches to be turned. compile_dense: compiles the captured graph for the inputs of a call, and
-        reports why."""
+        """sites: the caches to be turned. compile_dense, compile_paged: compile the captured graph for the inputs of a
+        call; the first reports why, the second is for handles."""
         position = {node.name: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         self._gm = gm
         self._block_size = block_size
         self._label = label
         self._compile_dense = compile_dense
+        self._compile_paged = compile_paged
         self._dense: Callable[..., Any] | None = None
+        self._paged: Callable[..., Any] | None = None
         self._inputs: list[tuple[int, str, SiteSpec]] = []
         self._outputs: list[tuple[int, str, SiteSpec]] = []
         for site in sites:
@@ -49,6 +53,10 @@ class AdoptingProgram:
                 self._inputs.append((position[site.node.name], site.axes, spec(site)))
 
     def __call__(self, *args: Any) -> Any:
+        if self._inputs and all(isinstance(args[i], PagedTensor) for i, *_ in self._inputs):
+            if self._paged is None:  # guards of torch 2.11 do not notice that a module's buffers have become handles
+                self._paged = self._compile_paged(args)
+            return self._paged(*args)
         if self._dense is not None:
             return self._dense(*args)
         results = self._gm(*args)

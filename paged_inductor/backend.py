@@ -151,7 +151,8 @@ def paged_inductor(
     if state.adoptions:
         publish(settings.owner, report)
         dense = partial(_unpaged, gm, settings=settings, report=report)
-        return AdoptingProgram(gm, state.adoptions, spec, block_size, settings.label, dense)
+        again = partial(paged_inductor, gm, options=options, mode=mode, owner=owner)
+        return AdoptingProgram(gm, state.adoptions, spec, block_size, settings.label, dense, again)
     if not state.sites:
         return _unpaged(gm, example_inputs, settings, "no KV cache", report)
     publish(settings.owner, report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Hooks"]
@@ -14,10 +15,11 @@ Found = list[tuple[nn.Module, list[Any]]]
 
 
 class Hooks:
-    """The forward hooks of the parts of a model, but not of the model itself: those run outside of its forward."""
+    """The forward hooks of the parts of a model, and those of all modules, but not of the model itself: those run outside
+    of its forward. Not noticed are parts that are put in with hooks, until one is registered anywhere."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, model: nn.Module) -> None:
+        self._module = model
         self._known: tuple[int, Found] = (-1, [])  # how many had been registered in the process when these were found
 
     def now(self) -> Found:
@@ -32,6 +34,8 @@ class Hooks:
             for path, part in self._module.named_modules()
             if path and (part._forward_pre_hooks or part._forward_hooks) and (hooks := _hooks(part))
         ]
+        everywhere = [*module._global_forward_pre_hooks.items(), *module._global_forward_hooks.items()]
+        found += [(self._module, everywhere)] if everywhere else []
         self._known = registered, found
         return found
 

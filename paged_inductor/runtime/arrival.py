@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._errors import SwapError
 from .counters import Counters
+from .insist import insist
 from .site import SiteSpec
 from .table import Row
 from .tiers import Extent, Target
@@ -165,15 +166,7 @@ class Arrival(Return):
     def stop(self) -> None:
         """Have nobody write into the blocks any more, also if interrupted: the rest of the copy is left out."""
         self._stopped = True
-        interruption: BaseException | None = None
-        while True:
-            try:
-                self._executor.shutdown(cancel_futures=True)
-                break
-            except BaseException as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
+        insist(lambda: self._executor.shutdown(cancel_futures=True))
 
     @property
     def failed(self) -> bool:

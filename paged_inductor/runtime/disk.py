@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .._errors import SwapError
+from .insist import insist
 from .tiers import Extent, Part, Target, Tier, memory_of, runs, shaped
 
 __all__ = ["DiskTier"]
@@ -114,16 +115,10 @@ class _DiskExtent(Extent):
             check()
             reads[-1].result()
         finally:
-            interruption: BaseException | None = None
-            while True:
-                try:
-                    helper.shutdown(cancel_futures=True)  # the blocks may be others' as soon as this has ended
-                    break
-                except BaseException as error:
-                    interruption = error
-            reads.clear()  # one that failed keeps its exception, and that the frames of all callers
-            if interruption is not None:
-                raise interruption
+            try:
+                insist(lambda: helper.shutdown(cancel_futures=True))  # the blocks may be others' as soon as this ended
+            finally:
+                reads.clear()  # one that failed keeps its exception, and that the frames of all callers
 
     def _spans(self, places: Sequence[int], rows: Sequence[int], tensor: Tensor) -> list[_Span]:
         """Where contents of `places` go: to `rows` of a contiguous tensor."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from .arrival import Arrival, missing
+from .insist import insist
 from .view import View
 from .views import Views
 
@@ -57,15 +58,13 @@ class Streams(Views):
 
     def _end_back(self, views: Sequence[View]) -> None:
         """Let nothing be on its way any more for a step that failed, also if interrupted."""
-        interruption: BaseException | None = None
-        for view in views:
-            while (arrival := self.arrival(view)) is not None:
-                try:
+
+        def end() -> None:
+            for view in views:
+                while (arrival := self.arrival(view)) is not None:
+                    view.schedule = None  # it has the new blocks
                     arrival.stop()
                     with self.locked():
                         self.swap.end_back(arrival)
-                    view.schedule = None  # it has the new blocks
-                except BaseException as error:
-                    interruption = error
-        if interruption is not None:
-            raise interruption
+
+        insist(end)

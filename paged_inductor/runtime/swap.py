@@ -20,6 +20,7 @@ from torch import Tensor
 from .arrival import Arrival, Return, finish_kernels, missing
 from .counters import Counters
 from .group import CacheGroup
+from .insist import insist
 from .numa import Nodes
 from .pool import Account
 from .site import SiteSpec
@@ -67,14 +68,11 @@ class SwapSpace:
             self._idle.release()
             yield
         finally:
-            interruption: BaseException | None = None
-            while not self._idle._is_owned():  # type: ignore[attr-defined]  # also after Ctrl-C callers must find it held
-                try:
-                    self._idle.acquire()
-                except BaseException as error:
-                    interruption = error
-            if interruption is not None:
-                raise interruption
+            insist(self._hold)  # also after Ctrl-C callers must find it held
+
+    def _hold(self) -> None:
+        if not self._idle._is_owned():  # type: ignore[attr-defined]
+            self._idle.acquire()
 
     # -- out -------------------------------------------------------------------------------------------------
 

@@ -77,3 +77,20 @@ def test_threads_see_a_hook_from_then_on() -> None:
             got = list(pool.map(lambda ids: pair.paged.generate(ids, max_new_tokens=4, do_sample=False), prompts))
         for ids, mine in zip(prompts, got):
             assert torch.equal(mine, pair.dense.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_of_all_modules() -> None:
+    def negated(module: nn.Module, args: Any, out: Any) -> Any:
+        return -out if isinstance(module, nn.Embedding) else None
+
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    plain, _ = pair.generate(tokens(20))
+    handle = nn.modules.module.register_module_forward_hook(negated)
+    try:
+        hooked, _ = pair.generate(tokens(20))
+    finally:
+        handle.remove()
+    assert not torch.equal(hooked.sequences, plain.sequences)
+    assert torch.equal(pair.generate(tokens(20))[0].sequences, plain.sequences)

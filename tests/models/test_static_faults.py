@@ -361,3 +361,41 @@ def test_buffers_that_became_handles_die_with_their_last_holder() -> None:
     model.start(2, LENGTH)
     gc.collect()
     assert paged_inductor.stats().blocks_used == 0
+
+
+@torch.no_grad()
+def test_what_was_compiled_for_buffers_runs_on_the_handles_that_they_became() -> None:
+    """Not all versions of Dynamo notice what they became."""
+    calls: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        program = paged_inductor.backend.paged_inductor(gm, inputs, options={"inner": "eager"})
+
+        def run(*args: Any) -> Any:
+            calls.append((program, args))
+            return program(*args)
+
+        return run
+
+    def step(q: Tensor, k: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, k)
+        mask = torch.arange(keys.shape[2]) <= at[:, None]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    q, k = torch.randn(2, 1, 2, 3, 8)
+    buffers, twins = ([torch.zeros(1, 2, 16, 8) for _ in range(2)] for _ in range(2))
+    compiled = torch.compile(step, backend=backend)
+    for first in (0, 3, 6):
+        at = torch.arange(first, first + 3)
+        expected = step(q, k, *twins, at)
+        if not calls:
+            close(compiled(q, k, *buffers, at), expected)
+            continue
+        assert all(isinstance(buffer, paged_inductor.PagedTensor) for buffer in buffers)
+        program, args = calls[0]
+        before = paged_inductor.stats().materializations
+        (got,) = program(*(at if isinstance(arg, Tensor) and arg.dtype == torch.int64 else arg for arg in args))
+        close(got, expected)
+        assert paged_inductor.stats().materializations == before
+    close(buffers[0].dense(), twins[0])

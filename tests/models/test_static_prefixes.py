@@ -21,10 +21,17 @@ from tests.models.test_prefixes import Pair, blocks, hits, llama, tenant, tokens
 from tests.models.test_window_prefixes import mistral
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+CROPS = hasattr(transformers.cache_utils.StaticLayer, "crop")  # since transformers 5.18
 
 
 def buffer(model: Any, length: int) -> transformers.StaticCache:
     return transformers.StaticCache(config=model.config, max_cache_len=length)
+
+
+def crop(cache: transformers.StaticCache, count: int) -> None:
+    """Let the last tokens be overwritten, as `StaticCache.crop` does."""
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(count)
 
 
 def test_generate_does_not_compute_what_is_cached() -> None:
@@ -44,7 +51,8 @@ def test_generate_does_not_compute_what_is_cached() -> None:
         found = pair.generate(torch.cat([answer, tokens(9, 2)], 1), cache_implementation="static")[1]
         assert found == 48  # the next turn, after the cache was dropped
         assert pair.generate(prompt, num_beams=2, cache_implementation="static")[1] == 2 * 42
-        assert pair.generate(prompt, prompt_lookup_num_tokens=3, cache_implementation="static")[1] == 42
+        if CROPS:
+            assert pair.generate(prompt, prompt_lookup_num_tokens=3, cache_implementation="static")[1] == 42
         assert paged_inductor.stats().dense_fallbacks == 0
     paged_inductor.check_integrity()
 
@@ -118,7 +126,7 @@ def test_what_a_buffer_overwrites_others_keep() -> None:
         pair.paged(prompt, past_key_values=yours, logits_to_keep=1)
         assert blocks(mine)[0][:2] == blocks(yours)[0][:2]
         before = yours.layers[0].keys.dense()
-        mine.crop(-30)
+        crop(mine, 30)
         pair.paged(tokens(25, 1), past_key_values=mine, logits_to_keep=1)
         mine.layers[1].values[:, :, 3] = 7.0
         torch.testing.assert_close(yours.layers[0].keys.dense(), before, rtol=0, atol=0)
@@ -188,11 +196,11 @@ def test_a_buffer_that_rolled_and_begins_again() -> None:
             got, expected = [], []
             for model, cache, into in ((pair.paged, mine, got), (pair.dense, theirs, expected)):
                 cache.reset()
-                into += model.generate(tokens(40, seed), cache=cache, max_new_tokens=30, do_sample=False)
+                into += model.generate(tokens(40, seed), past_key_values=cache, max_new_tokens=30, do_sample=False)
             assert torch.equal(*got, *expected)
             assert mine.layers[0].keys._view.rows[0].skipped in (1, 2, 3)
         fresh = transformers.DynamicCache(config=pair.paged.config)
-        pair.paged.generate(tokens(40, 1), cache=fresh, max_new_tokens=2, do_sample=False)
+        pair.paged.generate(tokens(40, 1), past_key_values=fresh, max_new_tokens=2, do_sample=False)
         pair.generate(tokens(40, 1))
     paged_inductor.check_integrity()
 
@@ -268,7 +276,7 @@ def test_any_calls_give_the_dense_models_logits(calls: list[tuple[str, int, int,
                     chats.append(fed(pair, chat, tokens(count, seed)))
                 elif what == "crop" and count < chat.length:
                     for cache in (chat.paged, chat.dense):
-                        cache.crop(-count)
+                        crop(cache, count)
                     chats.append(chat._replace(length=chat.length - count))
                 elif what == "reset":
                     for cache in (chat.paged, chat.dense):
