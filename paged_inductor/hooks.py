@@ -15,8 +15,8 @@ Found = list[tuple[nn.Module, list[Any]]]
 
 
 class Hooks:
-    """The forward hooks of the parts of a model, and those of all modules, but not of the model itself: those run outside
-    of its forward. Not noticed are parts that are put in with hooks, until one is registered anywhere."""
+    """The forward hooks of the parts of a model, and those of all modules, but not of the model itself: those run
+    outside of its forward. Not noticed are parts that are put in with hooks, until one is registered anywhere."""
 
     def __init__(self, model: nn.Module) -> None:
         self._module = model
