@@ -88,8 +88,8 @@ def page(model: nn.Module, **options: Any) -> nn.Module:
     options: those of the backend (see `BackendOptions`): inner="inductor" | "aot_eager" | "eager", inductor={...},
     label="...", verify=True to check every step against a dense one. Nothing else changes: `model(...)` and loops
     around it, such as `model.generate`, stay as they are.
-    Calls that need gradients run un-paged. Hooks of the model's parts that come or go have it compiled anew, and while
-    there are some, prompts are computed as a whole. `unpage` undoes it.
+    Calls that need gradients run un-paged. Hooks that are registered on the model's parts, or removed, have it compiled
+    anew; while there are some, prompts are computed as a whole. `unpage` undoes it.
 
     Raises `PatchError` if `model` is no nn.Module, has its forward replaced by someone else, or is paged already;
     `ConfigurationError` for an unknown option.

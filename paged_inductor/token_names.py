@@ -107,7 +107,7 @@ def _columns(mask: Tensor, old: int, count: int) -> Tensor | None:
     all that come behind, or shows anything else."""
     if mask.dim() != 4:
         return mask[:, : old + count]
-    if mask.shape[1] != 1 or mask.shape[2] != count or mask.shape[3] < old + count:
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != count or mask.shape[3] < old + count:
         return None
     seen, last = mask[:, 0], mask[:, 0, -1:]
     causal = torch.ones(count, mask.shape[3], dtype=torch.bool, device=mask.device).tril_(old)

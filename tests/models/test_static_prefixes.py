@@ -235,6 +235,25 @@ def test_masks_that_show_other_tokens_say_nothing(place: tuple[int, int]) -> Non
     assert row_tokens(torch.arange(4)[None], [], [], mask, 3, static=True) is None
 
 
+def test_masks_of_another_kind_than_before() -> None:
+    """The graph of truth values was proven; one of numbers to be added was not."""
+    torch.manual_seed(0)
+    pair = Pair(llama())
+    with tenant("tenant"), torch.no_grad():
+        for kind in ("bool", "bool", "float", "bool"):
+            mask = shown(0, 40, 64, hidden=3)
+            if kind == "float":
+                mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            options = {"attention_mask": mask, "position_ids": torch.arange(40)[None], "logits_to_keep": 1}
+            got, expected = (
+                model(tokens(40), past_key_values=buffer(model, 64), **options).logits
+                for model in (pair.paged, pair.dense)
+            )
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert hits() == 2 * 39
+    assert row_tokens(torch.arange(4)[None], [], [], shown(3, 4, 9).float(), 3, static=True) is None
+
+
 # -- any calls -----------------------------------------------------------------------------------------------------
 
 
