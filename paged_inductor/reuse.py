@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dynamic_caches
-from .dynamic_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers, kept_tokens
+from . import transformers_caches
 from .prompts import Known, Observer, borrow, policy
 from .runtime import manager
 from .sharing import StalePrefix
+from .transformers_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers, kept_tokens
 
 __all__ = ["Reuse"]
 
@@ -72,7 +72,9 @@ class Reuse:
             cache.fill(seen.layers, lent)
             with loan:
                 result = function(**_rest(kwargs, lent.length))
-            if loan.confirmed and dynamic_caches.logits_only(result):  # other outputs would lack the cached positions
+            if loan.confirmed and transformers_caches.logits_only(
+                result
+            ):  # other outputs would lack the cached positions
                 lent.used(manager())
                 return result
         except StalePrefix:
@@ -117,8 +119,8 @@ class Reuse:
         """Call, and see where the caches that were begun ended up."""
         with Observer.watching() as observer:
             result = function(**kwargs)
-        value = dynamic_caches.returned(result) if cache is None else cache.value
-        layers = dynamic_caches.layers_of(value, observer.views)
+        value = transformers_caches.returned(result) if cache is None else cache.value
+        layers = transformers_caches.layers_of(value, observer.views)
         if layers is not None and observer.known is not None and self._by_keyword(observer.known):
             seen = self._forms.get(form)
             if seen is None or not seen.known.sharer.knows_more_than(observer.known.sharer):
