@@ -68,6 +68,7 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.prefixes
+	$(BIN)/python -m benchmarks.kv_dtype
 
 gpu: $(VENV)/.dev ## test and measure the kernels on a GPU; results go to benchmarks/results (8 minutes)
 	$(BIN)/python -m benchmarks.gpu

@@ -69,11 +69,11 @@ def static(tensors: list[tuple[Any, Any]], config: LlamaConfig) -> StaticCache:
     return cache
 
 
-def paged(tensors: list[tuple[Any, Any]], config: LlamaConfig) -> DynamicCache:
-    """A DynamicCache of handles, as a paged prefill would have left it."""
+def paged(tensors: list[tuple[Any, Any]], config: LlamaConfig, stored_as: torch.dtype | None = None) -> DynamicCache:
+    """A DynamicCache of handles, as a paged prefill would have left it. stored_as: see `SiteSpec`."""
     batch, _, context, _ = tensors[0][0].shape
     dtype = tensors[0][0].dtype
-    spec = tuple(SiteSpec(3, 64, dtype, torch.device("cpu"), key) for key in (True, False))
+    spec = tuple(SiteSpec(3, 64, dtype, torch.device("cpu"), key, stored_as) for key in (True, False))
     step = manager().create(manager().group(spec * len(tensors), 16), batch, context, "benchmark")
     cache = DynamicCache(config=config)
     for i, pair in enumerate(tensors):

@@ -36,6 +36,16 @@ def decode_step(result: dict[str, Any]) -> str:
     return table([*header, "paged ms"], rows)
 
 
+def kv_dtype(result: dict[str, Any]) -> str:
+    rows = []
+    for cell in result["cells"]:
+        name = f"{cell['batch']} × {cell['context']}"
+        figures = [cell[fact] for fact in ("bytes", "error", "none_ms", "ms")]
+        rows.append([cell["kv_dtype"], name, f"**{cell['ratio']:.2f}**", *figures])
+    header = ["kv_dtype", "batch × context", "step ÷ float32 pages", "bytes ÷ float32 pages", "error of the logits"]
+    return table([*header, "float32 ms", "ms"], rows)
+
+
 def attention_cpu(result: dict[str, Any]) -> str:
     cells = [cell for cell in result["cells"] if "batch" in cell]
     columns = list(dict.fromkeys((cell["batch"], cell["context"]) for cell in cells))
@@ -199,6 +209,7 @@ def main() -> None:
             "swapping",
             "streaming",
             "turns",
+            "kv_dtype",
         )
     }
     parts = {
@@ -215,6 +226,7 @@ def main() -> None:
         "swapping": swapping(results["swapping"]),
         "streaming": streaming(results["streaming"]),
         "turns": turns(results["turns"]),
+        "kv_dtype": kv_dtype(results["kv_dtype"]),
     }
     text = PAGE.read_text()
     for name, part in parts.items():

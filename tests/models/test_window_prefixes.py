@@ -106,7 +106,7 @@ def test_a_window_learned_of_later(whole_prompts: Callable[[], int]) -> None:
     with tenant("tenant"):
         assert pair.generate(prompt[:, :12])[1] == 0
         found = pair.generate(prompt)[1]  # goes on with a window, which is found to be another way
-        assert (found, whole_prompts()) == (12, 2)
+        assert (found, whole_prompts()) == (0, 2)
         assert (pair.generate(prompt)[1], whole_prompts()) == (59, 0)
         assert (pair.generate(tokens(9, 4))[1], whole_prompts()) == (0, 1)
         assert (pair.generate(prompt)[1], whole_prompts()) == (59, 0)  # the short one is no reason to forget it
@@ -127,7 +127,7 @@ def test_other_windows_are_another_model() -> None:
         """How many tokens each of them finds, one after the other."""
         result = []
         for model, other in zip(paged, dense):
-            torch._dynamo.reset()  # else the second window is compiled as a number that may be any
+            torch._dynamo.reset()  # else a graph of any length goes on, of which less is proven
             before = hits()
             answer, wanted = (each.generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, other))
             assert torch.equal(answer, wanted)
