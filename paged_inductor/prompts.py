@@ -74,6 +74,9 @@ def borrow(
     ids, *along = (value(sharer.places[name]) for name in (sharing.ids, *sharing.positions, *sharing.others))
     if sharing.whole or ids is None or any(each is None for each in along):
         return None
+    length = ids.shape[1]
+    if buffer is not None and length > buffer:
+        return None
     rules = policy()
     sharer.weights.look(known.weights)
     root = sharer.root(known.weights, rules.salt)
@@ -81,9 +84,6 @@ def borrow(
     count = len(sharing.positions)
     prompts = row_tokens(ids, along[:count], along[count:], mask, 0, static=buffer is not None)
     if root is None or prompts is None:
-        return None
-    length = ids.shape[1]
-    if buffer is not None and length > buffer:
         return None
     windows = sharer.prompt_windows(length)
     roots = [group_root(root, place) for place in sharing.order]

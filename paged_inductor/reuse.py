@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import transformers_caches
 from .prompts import Known, Observer, borrow, policy
 from .runtime import manager
 from .sharing import StalePrefix
-from .transformers_caches import NEUTRAL, WITH_TOKENS, EmptyCache, Layers, kept_tokens
+from .transformers_caches import (
+    NEUTRAL,
+    WITH_TOKENS,
+    EmptyCache,
+    Layers,
+    kept_tokens,
+    layers_of,
+    logits_only,
+    returned,
+)
 
 __all__ = ["Reuse"]
 
@@ -72,9 +80,7 @@ class Reuse:
             cache.fill(seen.layers, lent)
             with loan:
                 result = function(**_rest(kwargs, lent.length))
-            if loan.confirmed and transformers_caches.logits_only(
-                result
-            ):  # other outputs would lack the cached positions
+            if loan.confirmed and logits_only(result):  # other outputs would lack the cached positions
                 lent.used(manager())
                 return result
         except StalePrefix:
@@ -119,8 +125,8 @@ class Reuse:
         """Call, and see where the caches that were begun ended up."""
         with Observer.watching() as observer:
             result = function(**kwargs)
-        value = transformers_caches.returned(result) if cache is None else cache.value
-        layers = transformers_caches.layers_of(value, observer.views)
+        value = returned(result) if cache is None else cache.value
+        layers = layers_of(value, observer.views)
         if layers is not None and observer.known is not None and self._by_keyword(observer.known):
             seen = self._forms.get(form)
             if seen is None or not seen.known.sharer.knows_more_than(observer.known.sharer):

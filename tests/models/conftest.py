@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import paged_inductor
+from paged_inductor._config import reset_config
+from paged_inductor.runtime import manager
 
 
 @pytest.fixture
@@ -24,3 +26,17 @@ def fresh(formula: None) -> Iterator[None]:
     paged_inductor.reset()
     yield
     paged_inductor.check_integrity()
+
+
+@pytest.fixture
+def own_options(fresh: None) -> Iterator[None]:
+    """For tests that configure the process: options are the default ones again behind them."""
+    yield
+    reset_config()
+
+
+@pytest.fixture
+def idle(fresh: None) -> Iterator[None]:
+    """Nothing runs on behind the test."""
+    yield
+    assert not any(group.active for group in manager().groups)

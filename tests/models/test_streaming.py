@@ -17,7 +17,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import paged_inductor
 from paged_inductor import SwapError, configure
-from paged_inductor._config import reset_config
 from paged_inductor.ops import formulas
 from paged_inductor.passes import rewrite
 from paged_inductor.runtime import SiteSpec, manager
@@ -26,18 +25,10 @@ from paged_inductor.runtime.disk import _DiskExtent
 
 from .zoo import Decoder, Form
 
+pytestmark = pytest.mark.usefixtures("idle", "own_options")
 LAYERS = 3
 PATIENCE = 60  # seconds after which a test fails rather than to wait on
 TIERS = [{"swap_host": "1GiB"}, {"swap_disk": "1GiB"}]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    paged_inductor.reset()
-    yield
-    reset_config()
-    paged_inductor.check_integrity()
-    assert not any(group.active for group in manager().groups)
 
 
 def models(inner: str = "eager", form: Form | None = None) -> tuple[Decoder, Decoder]:

@@ -21,8 +21,10 @@ from paged_inductor.runtime.disk import _DiskExtent
 from paged_inductor.runtime.pool import BlockPool
 from paged_inductor.runtime.swap import SwapSpace
 
-from .test_streaming import LAYERS, TIERS, _fresh, behind, gated, models, resident, swap_out, text  # noqa: F401
+from .test_streaming import LAYERS, TIERS, behind, gated, models, resident, text
 from .zoo import Decoder
+
+pytestmark = pytest.mark.usefixtures("idle", "own_options")
 
 
 @pytest.mark.parametrize("site", range(2 * LAYERS))

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 import paged_inductor
 from paged_inductor import KVBudgetExceeded, QuotaExceeded, SwapError, configure, tenant
-from paged_inductor._config import reset_config
 from paged_inductor.runtime import CacheGroup, SiteSpec, manager
 from paged_inductor.runtime.disk import _DiskExtent
 from paged_inductor.runtime.pool import BlockPool
@@ -25,16 +23,9 @@ from paged_inductor.runtime.swap import SwapSpace
 
 from .zoo import Decoder, Form, generate
 
+pytestmark = pytest.mark.usefixtures("own_options")
 PROMPT = 40
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # tokens x layers x (K, V) x heads x head_dim x bytes
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    paged_inductor.reset()
-    yield
-    reset_config()
-    paged_inductor.check_integrity()
 
 
 def paged_model(**options: Any) -> Decoder:
