@@ -30,7 +30,8 @@ configuration that tuning may try.
 Loads of 16 bytes are those of K and V; narrower ones read block ids, lengths, masks and scales. The values of 8-bit V
 are read as 16-bit words of two, and taken apart in registers: for a product whose operands come from registers (`mma`),
 Triton lays V's tile out in vectors of 8 elements, so that it would be read 8 bytes at a time. It still is where V's
-head dim is no multiple of 32, and in the thinnest tiles that tuning may try, which have fewer bytes than 16 a thread.
+head dim is no multiple of 16, so that rows are not aligned either. Pieces of K and V that have fewer bytes than 16 a
+thread are read 8 at a time: the dims of K behind a power of two, of which 80 has 16, in tiles of few keys.
 """
 
 

@@ -61,7 +61,7 @@ def attend_packed(
     table_block_stride,
     seq_lens_ptr,
     kv_len,
-    extent,
+    row_start,
     score_scale,
     softcap,
     slopes_ptr,
@@ -93,6 +93,7 @@ def attend_packed(
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    ROWS_END: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -106,8 +107,9 @@ def attend_packed(
 
     Packed row m is query m // GROUP of head kv_head * GROUP + m % GROUP. IS_PREFIX: the packed rows of all batch rows,
     one behind the other, over the first prefix_len tokens of row 0, which all share; IS_SUFFIX: one batch row without
-    those tokens. Returns the normalised output [TILE_M, TILE_DV] with its softmax maximum and sum [TILE_M] (-inf and 0
-    where nothing was visible). A single log-sum-exp would not do: around finfo.min it has no bits left for the sum.
+    those tokens. ROWS_END: rows end with the last key; else they begin at key row_start. Returns the normalised output
+    [TILE_M, TILE_DV] with its softmax maximum and sum [TILE_M] (-inf and 0 where nothing was visible). A single
+    log-sum-exp would not do: around finfo.min it has no bits left for the sum.
     """
     HAS_FIRST: tl.constexpr = HAS_WINDOW or HAS_CHUNK or IS_PREFIX
     kv_head = kv_head.to(tl.int64)
@@ -120,6 +122,10 @@ def attend_packed(
     WORDS: tl.constexpr = TILE_DV // 2 if V_PAIRS else TILE_DV  # of a row of V
     dv_offs = tl.arange(0, WORDS)  # [WORDS]
     d_mask = (d_offs < HEAD_DIM)[:, None]  # [TILE_D, 1]
+    if V_PAIRS:  # of whole loads of 16 bytes, which the compiler does not know of such small strides
+        v_arena_block_stride = v_arena_block_stride // 8 * 8
+        v_arena_head_stride = v_arena_head_stride // 8 * 8
+        v_arena_slot_stride = v_arena_slot_stride // 8 * 8
     dv_mask = (dv_offs < V_HEAD_DIM // (TILE_DV // WORDS))[None, :]  # [1, WORDS]
 
     q_offs = batches * q_batch_stride + queries * q_query_stride + heads * q_head_stride  # [TILE_M]
@@ -147,7 +153,8 @@ def attend_packed(
     block_table_ptr += batch.to(tl.int64) * table_batch_stride
 
     seq_len = tl.load(seq_lens_ptr + batches)
-    row_start = extent - seq_len
+    if ROWS_END:
+        row_start = kv_len - seq_len
     diagonal = rows // GROUP + causal_offset - row_start  # [TILE_M]
     first_key = first_visible(diagonal, row_start, window, chunk, HAS_WINDOW, HAS_CHUNK)  # [TILE_M]
     if IS_PREFIX:

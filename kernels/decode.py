@@ -14,7 +14,7 @@ from .problem import AttentionProblem
 MAX_QUERIES = 16
 
 
-@triton.jit(do_not_specialize=["kv_len", "extent", "causal_offset", "window", "prefix_len"])
+@triton.jit(do_not_specialize=["kv_len", "row_start", "causal_offset", "window", "prefix_len"])
 def decode_kernel(
     q_ptr,
     q_batch_stride,
@@ -49,7 +49,7 @@ def decode_kernel(
     table_block_stride,
     seq_lens_ptr,
     kv_len,
-    extent,
+    row_start,
     score_scale,
     softcap,
     slopes_ptr,
@@ -79,6 +79,7 @@ def decode_kernel(
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    ROWS_END: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -132,7 +133,7 @@ def decode_kernel(
         table_block_stride,
         seq_lens_ptr,
         kv_len,
-        extent,
+        row_start,
         score_scale,
         softcap,
         slopes_ptr,
@@ -164,6 +165,7 @@ def decode_kernel(
         HAS_MASK,
         HAS_BIAS,
         HAS_ZEROS,
+        ROWS_END,
         HAS_SOFTCAP,
         HAS_ALIBI,
         HAS_SINKS,

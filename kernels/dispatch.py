@@ -26,7 +26,7 @@ def attention(
     slopes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    extent: int | None = None,
+    row_start: int | None = None,
     shared_prefix: int = 0,
     deterministic: bool = False,
     allocate: Allocator = torch.empty,
@@ -43,14 +43,15 @@ def attention(
     `softcap` bounds the scaled scores, before any mask: softcap * tanh(score / softcap). `sinks` [H_q] are logits that
     join each head's softmax as one more key with no value: they only add exp(sink) to its denominator. `slopes` [H_q]
     add slope * (k - i - causal_offset) to the capped scores (ALiBi). `chunk` lets a query see only its own chunk of
-    the row: tokens t with t // chunk == s // chunk, where s = i + causal_offset - (extent - seq_lens[b]) is its own.
+    the row: tokens t with t // chunk == s // chunk, where s is its own (i + causal_offset, counted from the key of the
+    row's first token).
 
     Arenas of float8_e4m3fn or int8 are scaled per token and head: the keys that count are k_arena * k_scales, with
     `k_scales` and `v_scales` float32 [num_blocks, H_kv, block_size]; q may then have any float dtype.
 
-    `extent`, by default kv_len: the logical key behind each row's last token, so that token t is logical key
-    t + extent - seq_lens[b]. The keys from extent to kv_len are unwritten positions of a static buffer: like virtual
-    padding, zeros that a mask may admit.
+    `row_start`: the logical key of every row's first token, where rows begin together, as in a static buffer: token t
+    is logical key t + row_start (below 0: tokens that the buffer does not show any more). The keys behind a row's last
+    token are unwritten positions: like virtual padding, zeros that a mask may admit.
 
     `shared_prefix`: that many first tokens, whole blocks, are the same in all rows (their block table's first columns
     are equal, and none has fewer tokens). It changes no result: decode then reads these blocks once for all rows.
@@ -78,7 +79,7 @@ def attention(
         slopes,
         k_scales,
         v_scales,
-        extent,
+        row_start,
         0 if deterministic else shared_prefix,  # sharing merges other splits than a row alone has
     )
     checks.launchable(q, INTERPRETED, k_arena)

@@ -14,7 +14,7 @@ from .launch import Launch, LaunchConfig, device_limits
 from .problem import AttentionProblem
 
 
-@triton.jit(do_not_specialize=["kv_len", "extent", "causal_offset", "window"])
+@triton.jit(do_not_specialize=["kv_len", "row_start", "causal_offset", "window"])
 def prefill_kernel(
     q_ptr,
     q_batch_stride,
@@ -49,7 +49,7 @@ def prefill_kernel(
     table_block_stride,
     seq_lens_ptr,
     kv_len,
-    extent,
+    row_start,
     score_scale,
     softcap,
     slopes_ptr,
@@ -79,6 +79,7 @@ def prefill_kernel(
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    ROWS_END: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -126,7 +127,7 @@ def prefill_kernel(
         table_block_stride,
         seq_lens_ptr,
         kv_len,
-        extent,
+        row_start,
         score_scale,
         softcap,
         slopes_ptr,
@@ -158,6 +159,7 @@ def prefill_kernel(
         HAS_MASK,
         HAS_BIAS,
         HAS_ZEROS,
+        ROWS_END,
         HAS_SOFTCAP,
         HAS_ALIBI,
         HAS_SINKS,

@@ -11,7 +11,7 @@ from . import autotune, checks
 from .errors import KernelInputError, KernelTypeError
 from .launch import device_limits
 
-PAIRED_DIMS = 32  # Triton knows of a stride whether it is a multiple of 16 words
+PAIRED_DIMS = 16  # of 8 bits: a load of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class AttentionProblem:
     """A checked attention call. `mask` is expanded to [B, H_q, Q, kv_len] (broadcast dims have stride 0).
 
     A causal offset or a window that hides nothing is dropped here, so that it costs nothing later. `query_offset` is
-    the logical key at which query 0 stands, `extent` the one behind the row's last token; `shared_prefix` counts the
-    first tokens, which all rows share.
+    the logical key at which query 0 stands, `row_start` that of every row's first token (None: rows end with the last
+    key); `shared_prefix` counts the first tokens, which all rows share.
     """
 
     q: Tensor
@@ -39,7 +39,7 @@ class AttentionProblem:
     slopes: Tensor | None
     k_scales: Tensor | None
     v_scales: Tensor | None
-    extent: int
+    row_start: int | None
     query_offset: int
     shared_prefix: int
 
@@ -164,7 +164,7 @@ def attention_problem(
     slopes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    extent: int | None = None,
+    row_start: int | None = None,
     shared_prefix: int = 0,
 ) -> AttentionProblem:
     """Check every argument of an attention call; raises KernelInputError or KernelTypeError."""
@@ -184,15 +184,15 @@ def attention_problem(
             f"q has {num_heads} heads, the arenas have {num_kv_heads}; allowed: a multiple of the arenas' "
             "heads; pass q as [B, H_q, Q, D]"
         )
-    if extent is None:
-        extent = checks.context_length(kv_len, width, k_arena.shape[2])
+    if row_start is None:
+        checks.context_length(kv_len, width, k_arena.shape[2])
     else:
         checks.integer("kv_len", kv_len, 1, checks.MAX_POSITION)
-        checks.integer("extent", extent, 0, min(width * k_arena.shape[2], checks.MAX_POSITION))
+        checks.integer("row_start", row_start, -checks.MAX_POSITION, checks.MAX_POSITION)
     if not isinstance(scale, (int, float)):
         raise KernelTypeError(f"scale is a {type(scale).__name__}; pass a float such as head_dim ** -0.5")
     checks.shared_prefix(shared_prefix, k_arena.shape[2], width)
-    query_offset = extent - q.shape[2] if causal_offset is None else causal_offset
+    query_offset = kv_len - q.shape[2] if causal_offset is None else causal_offset
     causal_offset, window = _visible_limits(causal_offset, window, chunk, q.shape[2], kv_len)
     if mask is not None:
         mask = _expand_mask(mask, q, kv_len)
@@ -219,9 +219,9 @@ def attention_problem(
         slopes,
         k_scales,
         v_scales,
-        extent,
+        row_start,
         query_offset,
-        shared_prefix if extent <= kv_len else 0,  # not all of its keys are seen
+        shared_prefix if row_start is None else 0,  # perhaps not all of its keys are seen
     )
 
 

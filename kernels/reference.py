@@ -31,7 +31,7 @@ def attention(
     slopes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    extent: int | None = None,
+    row_start: int | None = None,
     shared_prefix: int = 0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -53,12 +53,13 @@ def attention(
         slopes,
         k_scales,
         v_scales,
-        extent,
+        row_start,
         shared_prefix,
     )
     batch, num_heads, q_len, _ = problem.out_shape
     packed = (batch, problem.num_kv_heads, problem.packed_rows)
-    tokens = _tokens(seq_lens, kv_len, problem.extent)
+    starts = kv_len - seq_lens if row_start is None else torch.full_like(seq_lens, row_start)  # [B]
+    tokens = _tokens(starts, kv_len)
     k = _gather(k_arena, block_table, seq_lens, tokens, k_scales, compute_dtype)  # [B, H_kv, S, D]
     v = _gather(v_arena, block_table, seq_lens, tokens, v_scales, compute_dtype)  # [B, H_kv, S, Dv]
     rows = q.reshape(*packed, problem.head_dim).to(compute_dtype)  # [B, H_kv, GROUP * Q, D]
@@ -71,7 +72,7 @@ def attention(
         scores += slopes.to(compute_dtype)[:, None, None] * distances
     if problem.mask is not None and problem.has_bias:
         scores += problem.mask
-    visible = _visible(problem, tokens)
+    visible = _visible(problem, tokens, starts)
     if visible is not None:
         scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
@@ -135,7 +136,7 @@ def gather(
     checks.context_length(kv_len, width, arena.shape[2])
     checks.scales("scales", scales, arena)
     dtype = checks.gathered("dtype", dtype, arena)
-    tokens = _tokens(seq_lens, kv_len, kv_len)
+    tokens = _tokens(kv_len - seq_lens, kv_len)
     return _gather(arena, block_table, seq_lens, tokens, scales, torch.float32 if scales is not None else dtype).to(
         dtype
     )
@@ -152,9 +153,9 @@ def quantize(new: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.clamp(-top, top).to(dtype), scales
 
 
-def _tokens(seq_lens: Tensor, kv_len: int, extent: int) -> Tensor:
-    """Row position of each logical key [B, S]."""
-    return torch.arange(kv_len, device=seq_lens.device) - (extent - seq_lens[:, None])
+def _tokens(starts: Tensor, kv_len: int) -> Tensor:
+    """Row position of each logical key [B, S]; `starts` [B] are the keys of the rows' first tokens."""
+    return torch.arange(kv_len, device=starts.device) - starts[:, None]
 
 
 def _gather(
@@ -197,7 +198,7 @@ def _write(triples: tuple[tuple[Tensor, Tensor, Tensor | None], ...], block_tabl
         arena.transpose(1, 2)[block_ids, slots] = values
 
 
-def _visible(problem: AttentionProblem, tokens: Tensor) -> Tensor | None:
+def _visible(problem: AttentionProblem, tokens: Tensor, starts: Tensor) -> Tensor | None:
     """Which keys each query sees, broadcastable to [B, H_q, Q, S]; None where all do."""
     device = problem.q.device
     keys = torch.arange(problem.kv_len, device=device)  # [S]
@@ -213,7 +214,7 @@ def _visible(problem: AttentionProblem, tokens: Tensor) -> Tensor | None:
     if problem.window is not None:
         conditions.append(keys > last_keys - problem.window)
     if problem.chunk is not None:
-        own = last_keys[None] - (problem.extent - seq_lens)[..., None]  # [B, Q, 1]
+        own = last_keys[None] - starts[:, None, None]  # [B, Q, 1]
         first = own.clamp_min(0) // problem.chunk * problem.chunk
         conditions.append((tokens[:, None, :] >= first)[:, None])
     visible = None

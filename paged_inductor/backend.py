@@ -40,8 +40,8 @@ class BackendOptions:
     """Options of the backend, from `torch.compile(..., options={...})`.
 
     inner: the compiler of the rewritten graph: "inductor" (default), "aot_eager" or "eager".
-    mode: as of torch.compile. With "reduce-overhead" (and "max-autotune") steps that grow a cache on a GPU by a fixed
-        number of tokens are recorded as CUDA graphs and replayed; others run as without it.
+    mode: as of torch.compile. With "reduce-overhead" (and "max-autotune") steps on a GPU that add a fixed number of
+        tokens to caches, at most 16, are recorded as CUDA graphs and replayed; others run as without it.
     inductor: options for Inductor, as `torch.compile(options=...)` takes them.
     label: what errors and `stats()` call this program.
     kv_dtype: what keys and values are rounded to in pages, "fp8_e4m3" or "int8", or None for not at all. By default as
@@ -178,8 +178,8 @@ def paged_inductor(
 def _warn_not_replayed(label: str, why: str) -> None:
     warnings.warn(
         f'paged_inductor: mode="reduce-overhead" does not replay a step of {label}, because {why}. It runs as without '
-        "that mode. Steps that append a fixed number of tokens to growing caches are replayed, if their masks are made "
-        "of the step's inputs.",
+        "that mode. Steps that add a fixed number of tokens, at most 16, to their caches are replayed, if their masks "
+        "are made of the step's inputs.",
         stacklevel=users_stacklevel(),
     )
 

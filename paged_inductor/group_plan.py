@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class GroupPlan:
     inputs: argument positions and forms of the paged inputs. sites: their arenas' positions. outputs: the handles to
     return. batch, count: rows, and new tokens per row, of a call; equal
     and equal_batches: counts and rows of other caches of the group that were the same when the graph was captured, and
-    must be at every call. decodes, shares: the graph takes the sizes of the work list, or of a shared prefix, too.
+    must be at every call. takes: picks the graph's arguments, but for the arenas, from what a step has (`Step.inputs`).
     streams: the graph waits for each layer's old tokens itself.
     static: where a call writes, if the caches are static; slide: if they slide.
     """
@@ -100,8 +101,7 @@ class GroupPlan:
     count: Callable[[Sequence[Any]], int]
     equal: list[Callable[[Sequence[Any]], int]]
     equal_batches: list[Callable[[Sequence[Any]], int]]
-    decodes: bool
-    shares: bool
+    takes: Callable[[dict[str, Any]], tuple[Any, ...]]
     streams: bool
     static: StaticWrites | None
     slide: Slide | None
@@ -196,8 +196,7 @@ def plan_groups(
                 count,
                 [size_reader(other, captured) for other in counts[1:] if not same_size(other, counts[0])],
                 [size_reader(batch, captured) for batch in batches[1:] if not same_size(batch, batches[0])],
-                any(new.kind == "num_chunks" and new.group == g for new in state.new_inputs),
-                any(new.kind == "shared_prefix" and new.group == g for new in state.new_inputs),
+                itemgetter(*(new.kind for new in state.new_inputs if new.group == g and new.kind != "arena")),
                 group.streams,
                 _static_writes(group, len(cache_group.sites), gm, count) if group.kind == "static" else None,
                 Slide(size_reader(lead.base_stop, captured)) if group.kind == "slide" else None,

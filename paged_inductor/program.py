@@ -123,12 +123,13 @@ class PagedProgram:
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
-                tables.append(step.tables(plan.decodes, plan.shares))
-                inputs += tables[-1]
+                given = step.inputs()
+                tables.append(given["table"])
+                inputs += plan.takes(given)
                 inputs += [arenas[site] for site in plan.sites]
             if self._replay is not None:
-                inputs += self._replay.inputs(args, self._plans, [table for table, *_ in tables])
-                self._replay.note(inputs, self._plans)
+                inputs += self._replay.inputs(args, self._plans, tables)
+                self._replay.note(args, inputs, self._plans)
             dense = self._run_behind(inputs, views) if self._streams else self._run(*inputs)
         except BaseException:
             undo(steps)

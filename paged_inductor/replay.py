@@ -24,6 +24,7 @@ def keep_in_place(state: GraphState) -> None:
     """Tell the inner compiler which inputs of the rewritten graph have the same address at every call."""
     static = [new.node for new in state.new_inputs if new.kind == "arena"]
     static += [held.node for held in state.held if held.kind == "length"]
+    static += [state.captured[i] for i in state.written]  # else Inductor replays no step that writes to them
     for node in static:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
@@ -33,6 +34,7 @@ class Replay:
 
     def __init__(self, state: GraphState) -> None:
         self._held = state.held
+        self._written = state.written
         self._local = threading.local()  # as Inductor's recordings: threads may run on streams of their own
         self._recorded: set[tuple[object, ...]] = set()
 
@@ -63,10 +65,11 @@ class Replay:
                 values.append(plans[held.index].group.arenas[0].shape[0])
         return values
 
-    def note(self, inputs: Sequence[Any], plans: Sequence[GroupPlan]) -> None:
+    def note(self, args: Sequence[Any], inputs: Sequence[Any], plans: Sequence[GroupPlan]) -> None:
         """Count a call whose inputs are not where any earlier call's were: the compiler records the step anew."""
         places = [plan.group.arenas[site].data_ptr() for plan in plans for site in plan.sites]
         places += [buffer.data_ptr() for buffer in self._buffers().values()]
+        places += [args[i].data_ptr() for i in self._written]
         sizes = [value for value in inputs if isinstance(value, int)]
         key = (*places, *sizes)
         if key not in self._recorded:

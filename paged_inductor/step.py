@@ -35,17 +35,23 @@ class Step:
         """A step that makes a new view: dropping it undoes it."""
         return cls(step.view, step.copies)
 
-    def tables(self, decodes: bool, shares: bool) -> tuple[Any, ...]:
-        """The group's arguments of the compiled graph, but for its arenas. decodes, shares: see `GroupPlan`."""
+    def inputs(self) -> dict[str, Any]:
+        """What a compiled graph may take of its group, but for the arenas: by the kinds of `passes.NewInput`."""
         schedule = manager().schedule(self.view)
-        table, lens = schedule.block_table, schedule.seq_lens
-        chunks = (schedule.num_chunks, schedule.row_chunks) if decodes else ()
-        if self.extent is None:
-            return (table, lens, *chunks, *([schedule.shared_prefix] if shares else []))
-        up_to_here = lens
-        if self.extent != self.view.extent:  # written before the end, as after a crop
-            up_to_here = torch.full_like(lens, self.extent - min(0, *self.view.pads))
-        return (table, up_to_here, self.extent, lens, self.view.extent, *chunks)
+        inputs: dict[str, Any] = {
+            "table": schedule.block_table,
+            "lens": schedule.seq_lens,
+            "num_chunks": schedule.num_chunks,
+            "row_chunks": schedule.row_chunks,
+            "shared_prefix": schedule.shared_prefix,
+        }
+        if self.extent is not None:
+            row_start = min(self.view.pads, default=0)  # of all rows
+            if self.extent != self.view.extent:  # written before the end, as after a crop
+                inputs["lens"] = torch.full_like(schedule.seq_lens, self.extent - row_start)
+            inputs |= {"extent": self.extent, "written_lens": schedule.seq_lens, "written": self.view.extent}
+            inputs["row_start"] = row_start
+        return inputs
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,8 @@ class GraphState:
     adoptions: static caches that came in dense and should be handles from now on. sharing: what the caches depend on.
     held: inputs that took the place of the cache's length, after all others (see `hold`); dropped: inputs that are none
     any more: integers, and what held masks are made of; host_outputs: numbers that the rewritten graph does not return
-    either, by position: the caller computes them from the inputs; not_held: why a step still depends on the length.
+    either, by position: the caller computes them from the inputs; not_held: why a step still depends on the length;
+    written: positions of the inputs that a step with held inputs writes to, beside its arenas.
     captured: the inputs as captured. history: one result per pass.
     """
 
@@ -231,6 +232,7 @@ class GraphState:
     dropped: set[str] = field(default_factory=set)
     host_outputs: dict[int, int | SymInt] = field(default_factory=dict)
     not_held: str = ""
+    written: list[int] = field(default_factory=list)
     captured: tuple[Node, ...] = ()
     history: list[PassResult] = field(default_factory=list)
 
@@ -289,8 +291,9 @@ class Sharing:
 class NewInput:
     """A placeholder that the rewrite added for group `group`.
 
-    kind: "table", "lens", then if it is static "extent" (the positions up to the last one that this step writes),
-    "written_lens" and "written" (of all that were written), then if it has attention with one query "num_chunks" and
+    kind: "table", "lens", then if it is static "extent" (the positions up to the last one that this step writes, unless
+    the graph can say it itself), "written_lens" and "written" (of all that were written) and where kernels serve
+    "row_start" (the position of the first token), then if it has attention with one query "num_chunks" and
     "row_chunks" on the CPU, and where kernels serve "shared_prefix" (unless it is static), then one "arena" per site,
     in the order of `site`.
     """

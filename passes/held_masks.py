@@ -2,7 +2,8 @@
 
 A mask tensor is as long as the cache, so a recording can neither make it nor take it as it is. Where it is made of the
 step's inputs alone, the host makes it before the step, as long as the table and with its end at the table's end: what
-stands in front of the row's first key is hidden.
+stands in front of the row's first key is hidden. For the first so many positions of a buffer, it is made as long as
+the buffer: the positions behind are hidden.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from .base import GraphState
 from .mask_effects import Writers
 from .tensors import expr, is_call, is_tensor, shape
 
-__all__ = ["MaskProgram", "masks_to_hold"]
+__all__ = ["MaskProgram", "buffer_length", "inputs_written", "masks_to_hold"]
 
 _MOST_NODES = 200  # a mask that takes more is a model's work, not a mask's
 _OPERATIONS = (  # write to nothing, or to arenas only
     ops.plan_step,
     ops.plan_window,
     ops.plan_mask,
+    ops.plan_static,
     ops.attention,
     ops.cache_write,
     ops.gather,
@@ -37,21 +39,26 @@ _OPERATIONS = (  # write to nothing, or to arenas only
 @dataclass(frozen=True)
 class MaskProgram:
     """What makes a mask. grows: it is as long as the cache. positions: of its arguments among those of the step. nodes:
-    of the graph it was taken from."""
+    of the graph it was taken from. buffer: the length of the buffer whose first positions are seen; 0 if there is none.
+    """
 
     run: Callable[..., Tensor]
     grows: bool
     positions: tuple[int, ...]
     nodes: frozenset[Node]
+    buffer: int = 0
 
     def __call__(self, args: Sequence[Any], capacity: int) -> Tensor:
-        """The mask for a step with `args`; of one that grows, the keys are the last of `capacity`."""
+        """The mask for a step with `args`; of one that grows, the keys are the last of `capacity`, or the first of its
+        buffer."""
         mask = self.run(*(args[i] for i in self.positions))
         if not self.grows:
             return mask.contiguous()
         hidden = False if mask.dtype == torch.bool else float("-inf")
-        padded = mask.new_full((*mask.shape[:-1], capacity), hidden)
-        padded[..., capacity - mask.shape[-1] :] = mask
+        length = self.buffer or capacity
+        first = 0 if self.buffer else capacity - mask.shape[-1]
+        padded = mask.new_full((*mask.shape[:-1], length), hidden)
+        padded[..., first : first + mask.shape[-1]] = mask
         return padded
 
 
@@ -59,22 +66,45 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
     """What makes the masks that depend on lengths (made of `symbols`), by the `plan_mask` that takes each. Those that
     are made of more than the step's inputs are left out."""
     found: dict[Node, MaskProgram] = {}
-    made: dict[Node, MaskProgram | None] = {}
+    made: dict[tuple[Node, int], MaskProgram | None] = {}
     writers: Writers | None = None
     for node in state.gm.graph.nodes:
         if not is_call(node, (ops.plan_mask,)):
             continue
-        mask = node.args[0]
-        if mask not in made:
+        mask, plan = node.args
+        buffer = buffer_length(state, plan)
+        if (mask, buffer) not in made:
             writers = writers or Writers(state.gm.graph)
-            made[mask] = _program(state, mask, symbols, writers)
-        program = made[mask]
+            made[mask, buffer] = _program(state, mask, symbols, writers, buffer)
+        program = made[mask, buffer]
         if program is not None:
             found[node] = program
     return found
 
 
-def _program(state: GraphState, mask: Node, symbols: set[sympy.Basic], writers: Writers) -> MaskProgram | None:
+def buffer_length(state: GraphState, plan: Node) -> int:
+    """The length of the buffers whose first positions a plan reads; 0 if it is no such plan, or the length varies."""
+    if not is_call(plan, (ops.plan_static,)):
+        return 0
+    table = plan.all_input_nodes[0].args[0]
+    group = next(new.group for new in state.new_inputs if new.node is table)
+    length = state.groups[group].sites[0].size("S")
+    return length if isinstance(length, int) else 0
+
+
+def inputs_written(state: GraphState) -> list[int]:
+    """Positions of the inputs that a rewritten graph still has and writes to: counters of tokens."""
+    writers, alive = Writers(state.gm.graph), set(state.placeholders)
+    return [
+        i
+        for i, node in enumerate(state.captured)
+        if node in alive and is_tensor(node) and any(w.target not in _OPERATIONS for w in writers.all_of([node]))
+    ]
+
+
+def _program(
+    state: GraphState, mask: Node, symbols: set[sympy.Basic], writers: Writers, buffer: int
+) -> MaskProgram | None:
     nodes = _ancestors(mask)
     grows = bool(expr(shape(mask)[-1]).free_symbols & symbols)
     if not grows and not any(_depends(node, symbols) for node in nodes):
@@ -83,10 +113,8 @@ def _program(state: GraphState, mask: Node, symbols: set[sympy.Basic], writers: 
         return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     names = [node.name for node in state.captured]
-    for node in inputs:
-        value = node.meta.get("example_value")
-        if node not in state.captured or node in state.inputs or isinstance(value, torch.nn.Parameter):
-            return None
+    if any(node not in state.captured or node in state.inputs for node in inputs):
+        return None
     if any(writer.target not in _OPERATIONS for writer in writers.all_of(filter(is_tensor, nodes))):
         return None
     graph, copies = Graph(), dict[Node, Node]()
@@ -96,7 +124,7 @@ def _program(state: GraphState, mask: Node, symbols: set[sympy.Basic], writers: 
     graph.output(copies[mask])
     run = GraphModule(state.gm, graph)
     ordered = [node.name for node in state.gm.graph.find_nodes(op="placeholder") if node in nodes]
-    return MaskProgram(run, grows, tuple(map(names.index, ordered)), frozenset(nodes))
+    return MaskProgram(run, grows, tuple(map(names.index, ordered)), frozenset(nodes), buffer)
 
 
 def _depends(node: Node, symbols: set[sympy.Basic]) -> bool:

@@ -6,7 +6,11 @@ differs from call to call: the cache's length, as an integer. This pass leaves n
 - attention over whole rows counts keys from the end of the *table* instead of the end of the longest row, which means
   the same, because rows are virtually left padded anyway, and changes only when the table grows;
 - mask tensors that are made of the step's inputs are made before the step (`held_masks`);
-- positions, `arange(length, length + n)` and sums with the length, are computed from a tensor that holds it.
+- positions, `arange(length, length + n)` and sums with the length, are computed from a tensor that holds it, and rows
+  of tables, `cos[length : length + n]`, are looked up there.
+
+Of static caches, the positions that were written are such lengths. Attention over a whole buffer asks the lengths of
+its rows, which are tensors anyway.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from .. import ops
-from .base import GraphState, HeldInput, Pass
-from .held_masks import MaskProgram, masks_to_hold
+from .base import CacheGroupSites, GraphState, HeldInput, Pass
+from .held_masks import MaskProgram, buffer_length, inputs_written, masks_to_hold
 from .length_uses import LengthUses, NotHeld, drop_masks, find_uses, mentions, range_length
 from .prune import prune
 from .symbols import fake_like, size_node
@@ -32,16 +36,21 @@ from .tensors import expr, is_call, is_tensor, shape
 
 __all__ = ["HoldLengths"]
 
+MOST_TOKENS = 16  # of a step; the kernels for decode take as many
+WRITTEN = ("extent", "written")  # inputs of static caches: lengths
+
 
 class HoldLengths(Pass):
     """See the module. Does nothing where a step depends on the length in another way, and then says why in
-    `state.not_held`; only steps that append a fixed number of tokens are looked at."""
+    `state.not_held`; only steps that append a fixed number of tokens, and few, are looked at."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._mode = fake_mode
 
     def apply(self, state: GraphState) -> int:
-        if any(group.kind == "create" for group in state.groups) or not state.groups:
+        sites = [site for group in state.groups for site in group.sites]
+        born = any(site.kind == "create" or (site.kind == "static" and site.past is None) for site in sites)
+        if born or not sites:
             return 0
         try:
             self._hold(state)
@@ -53,14 +62,22 @@ class HoldLengths(Pass):
         graph = state.gm.graph
         symbols: set[sympy.Basic] = set()
         for group in state.groups:
-            if group.kind != "append":
-                raise NotHeld(f"{group.sites[0].name} is a cache of kind {group.kind}, not one that grows")
+            if group.kind not in ("append", "static", "slide"):
+                raise NotHeld(
+                    f"{group.sites[0].name} is a cache of kind {group.kind}, not one that tokens are added to"
+                )
             for site in group.sites:
-                if not isinstance(site.new_tokens, int):
-                    return  # a chunk of a prompt, of any length
-                symbols |= expr(site.size("S")).free_symbols
-        if not symbols:
-            return  # captured for one length only: runs once, or over full windows
+                if not isinstance(site.new_tokens, int) or site.new_tokens > MOST_TOKENS:
+                    return  # a chunk of a prompt, which is not worth a recording
+                if group.kind == "append":
+                    symbols |= expr(site.size("S")).free_symbols
+                elif site.start is not None and site.start.size is not None:
+                    symbols |= expr(site.start.size).free_symbols
+        for new in state.new_inputs:
+            if new.kind in WRITTEN:
+                symbols |= expr(new.node.meta["example_value"]).free_symbols
+        if not symbols and not all(map(_is_steady, state.groups)):
+            return  # captured for one length only: runs once
         symbols |= _plain_numbers(state)
         drop_masks(graph)
         masks = masks_to_hold(state, symbols)
@@ -70,8 +87,9 @@ class HoldLengths(Pass):
         graph = state.gm.graph
         _return_numbers(state, found)
         self._replace_masks(state, masks)
-        sizes = {node: self._sizes(state, node) for node in graph.nodes if is_call(node, (ops.plan_step,))}
-        capacities = {plan: self._capacity(graph, plan, sizes[plan]) for plan in found.plans}
+        groups = {node: _group_of(state, node) for node in graph.nodes if is_call(node, (ops.plan_step,))}
+        widths = {group: self._sizes(state, group) for group in dict.fromkeys(groups.values())}
+        capacities = {plan: self._capacity(graph, plan, widths[groups[plan]]) for plan in found.plans}
         for bound in found.bounds:
             with graph.inserting_before(bound.node):
                 moved = graph.call_function(operator.add, (capacities[bound.plan], bound.distance))
@@ -81,6 +99,8 @@ class HoldLengths(Pass):
                 bound.node.update_kwarg(bound.where, moved)
         for plan in found.plans:
             plan.update_arg(2, capacities[plan])
+        for plan in found.parts:
+            plan.update_arg(1, buffer_length(state, plan))
         tensors: dict[Node, Node] = {}
         for node in found.ranges:
             start = node.args[0]
@@ -102,14 +122,24 @@ class HoldLengths(Pass):
             total.meta = dict(node.meta)
             node.replace_all_uses_with(total)
             graph.erase_node(node)
+        for row in found.rows:
+            with graph.inserting_before(row.node):
+                start = self._tensor(state, row.start, _device(row.node), tensors)
+                index = graph.call_function(torch.arange, (row.count,), {"device": _device(row.node)})
+                index = graph.call_function(operator.add, (index, start))
+                part = graph.call_function(torch.index_select, (row.node.args[0], row.dim, index))
+            part.meta = dict(row.node.meta)
+            row.node.replace_all_uses_with(part)
+            graph.erase_node(row.node)
         prune(graph)
         self._drop_numbers(state)
+        state.written = inputs_written(state)
         state.gm.recompile()
 
     def _replace_masks(self, state: GraphState, masks: Mapping[Node, MaskProgram]) -> None:
         """Let attention take masks that are as long as the table."""
         graph = state.gm.graph
-        inputs: dict[tuple[Node, int], Node] = {}
+        inputs: dict[tuple[Node, int, int], Node] = {}
         for node, program in masks.items():
             mask, plan = node.args
             assert isinstance(mask, Node) and isinstance(plan, Node)
@@ -117,14 +147,15 @@ class HoldLengths(Pass):
                 plan = plan.all_input_nodes[0]
             table, block_size = plan.args[0], plan.args[4]
             group = next(new.group for new in state.new_inputs if new.node is table)
-            if (mask, group) not in inputs:
+            if (mask, group, program.buffer) not in inputs:
                 value = mask.meta["example_value"]
                 size = tuple(value.shape)
                 if program.grows:
-                    size = (*size[:-1], shape(table)[1] * block_size)  # type: ignore[arg-type,operator]
+                    length = program.buffer or shape(table)[1] * block_size  # type: ignore[arg-type,operator]
+                    size = (*size[:-1], length)
                 like = self._contiguous(size, value)
-                inputs[mask, group] = self._add(state, "mask", group, like, program)
-            node.update_arg(0, inputs[mask, group])
+                inputs[mask, group, program.buffer] = self._add(state, "mask", group, like, program)
+            node.update_arg(0, inputs[mask, group, program.buffer])
         made = {node for program in masks.values() for node in program.nodes}
         for node in reversed(graph.nodes):
             if node in made and node.op != "placeholder" and not node.users:
@@ -136,11 +167,13 @@ class HoldLengths(Pass):
             strides.insert(0, strides[0] * length)
         return fake_like(size, tuple(strides), like.dtype, like.device, self._mode)
 
-    def _sizes(self, state: GraphState, plan: Node) -> Node:
-        """Numbers that the recording is keyed by: the width of a plan's table, which is returned, and its blocks."""
-        group = next(new.group for new in state.new_inputs if new.node is plan.args[0])
-        arena = next(new.node for new in state.new_inputs if new.kind == "arena" and new.group == group)
-        width = self._add(state, "width", group, shape(plan.args[0])[1])  # type: ignore[arg-type]
+    def _sizes(self, state: GraphState, group: int) -> Node:
+        """Numbers that the recording is keyed by: the width of a group's table, which is returned, and its blocks."""
+        table, arena = (
+            next(new.node for new in state.new_inputs if new.kind == kind and new.group == group)
+            for kind in ("table", "arena")
+        )
+        width = self._add(state, "width", group, shape(table)[1])
         self._add(state, "blocks", group, shape(arena)[0])
         return width
 
@@ -187,6 +220,10 @@ class HoldLengths(Pass):
             if unread and is_tensor(node) and any(isinstance(size, SymInt) for size in shape(node)):
                 state.dropped.add(node.name)
                 state.gm.graph.erase_node(node)
+        unread_inputs = [new for new in state.new_inputs if new.kind in WRITTEN and not new.node.users]
+        for new in unread_inputs:
+            state.new_inputs.remove(new)
+            state.gm.graph.erase_node(new.node)
         for node in state.placeholders:
             value = node.meta.get("example_value")
             if isinstance(value, SymInt) and not node.users and node in state.captured:
@@ -217,6 +254,17 @@ def _plain_numbers(state: GraphState) -> set[sympy.Basic]:
     numbers = {symbol for value in values if isinstance(value, SymInt) for symbol in expr(value).free_symbols}
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return {number for number in numbers if not any(mentions(value, {number}) for value in tensors)}
+
+
+def _is_steady(group: CacheGroupSites) -> bool:
+    """Whether a step leaves its caches as long as they were: windows that are full."""
+    kept = [(output, site.size("S") - site.new_tokens) for site in group.sites for output in site.outputs]
+    steady = all(output.stop is not None and output.stop - output.first == before for output, before in kept)
+    return group.kind == "slide" or (bool(kept) and steady)
+
+
+def _group_of(state: GraphState, plan: Node) -> int:
+    return next(new.group for new in state.new_inputs if new.node is plan.args[0])
 
 
 def _device(node: Node) -> torch.device:

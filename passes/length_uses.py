@@ -11,13 +11,14 @@ import sympy
 import torch
 from torch import SymInt
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import ops
 from .base import GraphState
 from .held_masks import MaskProgram
 from .tensors import expr, is_call, is_tensor, shape
 
-__all__ = ["Bound", "LengthUses", "NotHeld", "drop_masks", "find_uses", "mentions", "range_length"]
+__all__ = ["Bound", "LengthUses", "NotHeld", "Rows", "drop_masks", "find_uses", "mentions", "range_length"]
 
 _ARITHMETIC = {
     operator.add: operator.add,
@@ -63,15 +64,27 @@ class Bound:
     distance: int
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A slice `start : start + count` of dimension dim of a tensor, which begins at a number made of the length."""
+
+    node: Node
+    dim: int
+    start: Node
+    count: int
+
+
 @dataclass
 class LengthUses:
-    """numbers made of the length; sums of a tensor and such a number, with the operation; ranges that begin at one;
-    plans of the step, whose keys end there; bounds of attention."""
+    """numbers made of the length; sums of a tensor and such a number, with the operation; ranges and rows that begin
+    at one; plans of the step, whose keys end there; plans of so many positions of buffers; bounds of attention."""
 
     numbers: set[Node] = field(default_factory=set)
     sums: list[tuple[Node, Callable[[Any, Any], Any]]] = field(default_factory=list)
     ranges: list[Node] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
     plans: list[Node] = field(default_factory=list)
+    parts: list[Node] = field(default_factory=list)
     bounds: list[Bound] = field(default_factory=list)
 
 
@@ -113,11 +126,18 @@ def _classify(node: Node, found: LengthUses) -> None:
     if is_call(node, (ops.plan_step,)) and inputs == [node.args[2]]:
         found.plans.append(node)
         return
+    if is_call(node, (ops.plan_static,)) and inputs == [node.args[1]]:
+        found.parts.append(node)
+        return
     if is_call(node, (ops.attention, ops.plan_window)) and inputs == [_bound_of(node)[1]]:
         return
     if all(map(_is_arithmetic, inputs)):
         if is_call(node, (torch.arange,)) and isinstance(range_length(node), int):
             found.ranges.append(node)
+            return
+        rows = _rows(node, found.numbers)
+        if rows is not None:
+            found.rows.append(rows)
             return
         operation = _operation(node)
         if operation is not None:
@@ -131,6 +151,9 @@ def _check_readers(graph: Graph, found: LengthUses, held: Mapping[Node, MaskProg
     are as long as the cache."""
     source = {plan: plan for plan in found.plans}
     for node in graph.nodes:
+        if is_call(node, (ops.plan_static,)):
+            _check_buffer(node, node in found.parts, held)
+            continue
         plans = [plan for plan in node.all_input_nodes if plan in source]
         if not plans and is_call(node, (ops.attention, ops.plan_window)) and _bound_of(node)[1] in found.numbers:
             raise NotHeld(f"the causal bound of {node.name} moves, but not the end of its cache")
@@ -143,6 +166,33 @@ def _check_readers(graph: Graph, found: LengthUses, held: Mapping[Node, MaskProg
             source[node] = source[plans[0]]
         if bound is not None:
             found.bounds.append(Bound(node, where, source[plans[0]], _distance(node, bound, source[plans[0]])))
+
+
+def _check_buffer(plan: Node, in_part: bool, held: Mapping[Node, MaskProgram]) -> None:
+    """What reads buffers may be as long as they are; in_part: only masks can say where to end."""
+    for node in plan.users:
+        if is_call(node, (ops.plan_mask,)):
+            program = held.get(node)
+            if in_part and not (program is not None and program.grows and program.buffer):
+                raise NotHeld(f"{node.name} is as long as what is read of a buffer")
+        elif not is_call(node, (ops.attention,)):
+            raise NotHeld(f"{node.name} is as long as what was written of a buffer")
+
+
+def _rows(node: Node, numbers: set[Node]) -> Rows | None:
+    """The slice that a node is, if it has as many rows at every length."""
+    source = node.args[0]
+    if not is_call(node, (operator.getitem,)) or not is_tensor(source) or not is_tensor(node):
+        return None
+    items: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    cut = [(dim, item) for dim, item in enumerate(items) if item != slice(None)]
+    if len(cut) != 1 or not isinstance(cut[0][1], slice):
+        return None
+    ((dim, item),) = cut
+    start, count = item.start, shape(node)[dim]
+    if start not in numbers or item.step not in (None, 1) or not isinstance(count, int):
+        return None
+    return Rows(node, dim, start, count) if statically_known_true(start.meta["example_value"] >= 0) else None
 
 
 def _bound_of(node: Node) -> tuple[int | str, Any]:

@@ -123,11 +123,17 @@ class Rewrite(Pass):
 
         table = add("table", 0, fake_like((batch, width), (width, 1), torch.int32, device, self._mode))
         lens = add("lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
-        extent = None
+        stop = lead.size("S")
         if group.kind == "static":
-            extent = add("extent", 0, fresh_size(env, f"pi_extent_{g}", 48 + g))
+            start = next((site.start.size for site in group.sites if site.start and site.start.size is not None), None)
+            if start is None:
+                stop = fresh_size(env, f"pi_extent_{g}", 48 + g)
+                add("extent", 0, stop)
+            else:
+                stop = start + lead.new_tokens
             all_lens = add("written_lens", 0, fake_like((batch,), (1,), torch.int32, device, self._mode))
             written = add("written", 0, fresh_size(env, f"pi_written_{g}", 96 + g))
+            row_start = add("row_start", 0, fresh_size(env, f"pi_row_start_{g}", 224 + g)) if kernels else 0
         chunks = []
         if decodes:
             for n, kind in enumerate(("num_chunks", "row_chunks")):
@@ -144,13 +150,13 @@ class Rewrite(Pass):
         with graph.inserting_after(created[-1]):
             anchor = graph.call_function(ops.plan_step, ())
         with graph.inserting_before(anchor):
-            kv_len = size_node(graph, lead.size("S")) if extent is None else extent
+            kv_len = size_node(graph, stop)
             new_tokens = size_node(graph, lead.new_tokens)
         anchor.args = (table, lens, kv_len, new_tokens, block_size, *chunks)
         anchor.kwargs = {**options}
-        if group.start is not None and extent is not None:
-            self._reads.whole[anchor] = (table, all_lens, written, new_tokens, block_size, *chunks)
-            self._starts[group.start] = expr(extent.meta["example_value"]) - expr(lead.new_tokens)
+        if group.start is not None:
+            self._reads.whole[anchor] = ((table, all_lens, written, new_tokens, block_size, *chunks), row_start)
+            self._starts[group.start] = expr(stop) - expr(lead.new_tokens)
         return anchor
 
     # -- bodies ----------------------------------------------------------------------------------------------

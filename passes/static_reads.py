@@ -18,11 +18,12 @@ __all__ = ["StaticReads"]
 class StaticReads:
     """Plans to read static caches by; layers share them. They stand behind the plan of the group's writes.
 
-    whole: for the plan of each group's writes, the arguments of the plan of everything that was ever written.
+    whole: for the plan of each group's writes, the arguments of the plan of everything that was ever written, and the
+    position of the first token.
     """
 
     def __init__(self) -> None:
-        self.whole: dict[Node, tuple[object, ...]] = {}
+        self.whole: dict[Node, tuple[tuple[object, ...], Node | int]] = {}
         self._made: dict[object, Node] = {}
 
     def plan(self, graph: Graph, attention: AttentionSite, plan: Node, start: sympy.Expr) -> tuple[Node, Node | None]:
@@ -32,8 +33,8 @@ class StaticReads:
         """
         spec, kv_len = attention.mask, attention.kv_len
         assert spec is not None
-        if spec.tensor is None and _is_written(attention, start):
-            return plan, None
+        if _ends_here(attention) or (spec.tensor is None and _is_written(attention, start)):
+            return plan, spec.tensor
         mask = attention.mask_node
         if mask is None:
             mask = _explicit(graph, attention, self._made)
@@ -42,14 +43,23 @@ class StaticReads:
     def whole_plan(self, graph: Graph, plan: Node, kv_len: int | SymInt) -> Node:
         """The plan for the first `kv_len` positions of buffers, whether they were written or not."""
         key, part = ("whole", plan), ("whole", plan, expr(kv_len))
+        arguments, row_start = self.whole[plan]
         if key not in self._made:
             with graph.inserting_before(plan.next):
-                self._made[key] = graph.call_function(ops.plan_step, self.whole[plan])
+                self._made[key] = graph.call_function(ops.plan_step, arguments)
         if part not in self._made:
             whole = self._made[key]
             with graph.inserting_before(whole.next):
-                self._made[part] = graph.call_function(ops.plan_static, (whole, size_node(graph, kv_len)))
+                self._made[part] = graph.call_function(ops.plan_static, (whole, size_node(graph, kv_len), row_start))
         return self._made[part]
+
+
+def _ends_here(attention: AttentionSite) -> bool:
+    """Whether an attention's keys end with the newest token, by what the graph itself knows."""
+    site = attention.key
+    assert site is not None and site.start is not None
+    start = site.start.size
+    return start is not None and same_size(attention.kv_len, start + site.new_tokens)
 
 
 def _is_written(attention: AttentionSite, start: sympy.Expr) -> bool:
@@ -62,8 +72,6 @@ def _is_written(attention: AttentionSite, start: sympy.Expr) -> bool:
     count, kv_len = expr(site.new_tokens), expr(attention.kv_len)
     if site.start.size is not None:
         count = count + expr(site.start.size)
-        if same_size(attention.kv_len, site.start.size + site.new_tokens):
-            return True
     if spec.causal_offset is None:
         return False
     stop = spec.causal_offset + expr(attention.num_queries)  # one more than the last key that is seen

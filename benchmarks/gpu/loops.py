@@ -86,10 +86,12 @@ def forms(bench: Bench) -> dict[str, tuple[Callable[[Any], Any], Callable[[Any, 
         return {
             "eager": (lambda model: model, dynamic_cache),
             "paged": (lambda model: paged_inductor.page(model, inner="eager"), dynamic_cache),
+            "paged_static": (lambda model: paged_inductor.page(model, inner="eager"), static_cache),
         }
     return {
         "eager": (lambda model: model, dynamic_cache),
         "paged": (lambda model: paged_inductor.page(model, mode="reduce-overhead"), dynamic_cache),
+        "paged_static": (lambda model: paged_inductor.page(model, mode="reduce-overhead"), static_cache),
         "static_graphs": (lambda model: torch.compile(model, mode="reduce-overhead"), static_cache),
         "compiled": (torch.compile, dynamic_cache),
     }
@@ -125,6 +127,7 @@ def run(case: Case, bench: Bench) -> Cell:
     cell |= {
         f"{name}_over_paged": ratio(times.get(name), times.get("paged")) for name in forms(bench) if name != "paged"
     }
+    cell["static_graphs_over_paged_static"] = ratio(times.get("static_graphs"), times.get("paged_static"))
     return cell
 
 

@@ -67,7 +67,7 @@ def attention(
             dense,
             softcap,
             sinks,
-            extent=plan.extent if plan.static else None,
+            row_start=plan.row_start if plan.static else None,
             shared_prefix=plan.shared_prefix,
         )
     if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):

@@ -42,7 +42,8 @@ class StepPlan(NamedTuple):
     new_tokens: how many tokens per row this step writes (0 when it only reads).
     block_size: tokens per block. chunks: for decode on the CPU, else None. bounded: the chunks hold only what a causal
     bound and a window let one query see (`plan_window`). static: the rows are the first `extent` of `kv_len` positions
-    of a buffer, and the others are zeros (`plan_static`). shared_prefix: so many first tokens are in the same blocks in
+    of a buffer, and the others are zeros (`plan_static`); their first token is at position `row_start` (below 0: the
+    buffer does not show it any more). shared_prefix: so many first tokens are in the same blocks in
     all rows (`runtime.sharing`), and kernels read them once.
     """
 
@@ -55,6 +56,7 @@ class StepPlan(NamedTuple):
     bounded: bool = False
     static: bool = False
     extent: Size = 0
+    row_start: Size = 0
     shared_prefix: Size = 0
 
 
@@ -108,16 +110,17 @@ def plan_window(plan: StepPlan, causal_offset: Size, window: Size | None) -> Ste
     return plan._replace(chunks=_chunks(*tables, num_chunks, row_chunks, limits), bounded=True)
 
 
-def plan_static(plan: StepPlan, kv_len: Size) -> StepPlan:
+def plan_static(plan: StepPlan, kv_len: Size, row_start: Size = 0) -> StepPlan:
     """The plan of reading the first `kv_len` positions of static buffers, of which `plan` has those that were written.
 
-    Attention with it needs a mask, which decides about the zeros in the unwritten ones.
+    Attention with it needs a mask, which decides about the zeros in the unwritten ones. row_start: see `StepPlan`;
+    kernels go by it, formulas by `plan.kv_len`.
     """
     chunks = plan.chunks
     if chunks is not None:
         key = chunks.position[:, None] + torch.arange(chunks.bias.shape[1])
         chunks = chunks._replace(bias=torch.where(key < kv_len, chunks.bias, float("-inf")))
-    return plan._replace(kv_len=kv_len, chunks=chunks, static=True, extent=plan.kv_len)
+    return plan._replace(kv_len=kv_len, chunks=chunks, static=True, extent=plan.kv_len, row_start=row_start)
 
 
 def _chunks(

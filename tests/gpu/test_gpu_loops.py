@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,51 @@ def decoder(device: torch.device) -> tuple[Decoder, torch.Tensor, int]:
     if device.type == "cpu":
         return Decoder(SMALL, layers=1), torch.randint(0, 61, (2, 7)), 4
     return Decoder(PLAIN, layers=2).to(device), torch.randint(0, 61, (2, 30)).to(device), 60
+
+
+@pytest.fixture
+def counters(device: torch.device) -> None:
+    """What Inductor counts, from 0 on."""
+    from torch._dynamo.utils import counters
+
+    if device.type == "cpu":
+        pytest.skip("CPUs have no CUDA graphs")
+    counters.clear()
+
+
+class StaticDecoder(torch.nn.Module):
+    """One layer, whose buffers and counter of tokens are its own, written in place."""
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(61, heads * 32), torch.nn.Linear(heads * 32, 61)
+        self.heads = heads
+        self.to(device)
+        self.begin(device)
+
+    def begin(self, device: torch.device) -> None:
+        self.k, self.v = (torch.zeros(2, self.heads, 128, 32, device=device) for _ in range(2))
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).view(*tokens.shape, self.heads, 32).transpose(1, 2)
+        at = torch.arange(tokens.shape[1], device=tokens.device) + self.seen
+        self.seen.add_(tokens.shape[1])
+        turned = x * (at[:, None] * 0.1 + 1.0).cos()
+        self.k.index_copy_(2, at, turned)
+        self.v.index_copy_(2, at, x)
+        mask = torch.arange(128, device=tokens.device) <= at[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(turned, self.k, self.v, mask)
+        return self.head((out + x).transpose(1, 2).flatten(2))
+
+
+def static_steps(forward: Any, prompt: torch.Tensor, steps: int) -> torch.Tensor:
+    """The tokens of greedy decoding [B, steps]."""
+    tokens = [prompt]
+    with torch.no_grad():
+        for _ in range(steps):
+            tokens.append(forward(tokens[-1])[:, -1:].argmax(-1))
+    return torch.cat(tokens[1:], 1)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
@@ -68,38 +114,70 @@ def test_replayed_steps_give_the_same_tokens(device: torch.device) -> None:
     assert 1 <= stats().graph_recordings <= 2 * (1 + stats().arena_growths)
 
 
-def test_a_replayed_step_is_one_graph_launch_without_waiting(device: torch.device) -> None:
-    if device.type == "cpu":
-        pytest.skip("CPUs have no CUDA graphs")
+def test_replayed_steps_write_static_caches(device: torch.device) -> None:
+    """Buffers and a counter that a recording must find where they were, and other ones in a second round."""
+    on_cpu = device.type == "cpu"
+    torch.manual_seed(1)
+    model = StaticDecoder(1 if on_cpu else 4, device)
+    prompt = torch.randint(0, 61, (2, 9), device=device)
+    options = {"inner": "eager" if on_cpu else "inductor", "mode": "reduce-overhead"}
+    step = torch.compile(model, backend="paged_inductor", options=options)
+    for _ in range(2):
+        model.begin(device)
+        expected = static_steps(model, prompt, 3 if on_cpu else 60)
+        model.begin(device)
+        assert torch.equal(static_steps(step, prompt, expected.shape[1]), expected)
+        assert isinstance(model.k, PagedTensor)
+    assert 1 <= stats().graph_recordings <= 2 * (1 + stats().arena_growths)
+
+
+def assert_replays(step: Callable[[], object]) -> None:
+    """Five steps that were recorded: one graph launch each, and the host never waits for the device."""
     from torch._dynamo.utils import counters
     from torch.profiler import ProfilerActivity, profile
 
-    counters.clear()
-    model, prompt, _ = decoder(device)
-    step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
-    token = prompt[:, :1].clone()
-    with torch.no_grad():
-        logits, past = step(prompt, None)
-        for _ in range(6):  # captured for one length, compiled for all, warmed up, recorded, replayed
-            logits, past = step(token, past)
-        recorded = stats().graph_recordings
+    recorded = stats().graph_recordings
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        torch.cuda.set_sync_debug_mode("error")  # raises where the host waits for the device
+        try:
+            for _ in range(5):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            torch.cuda.set_sync_debug_mode("error")  # raises where the host waits for the device
-            try:
-                for _ in range(5):
-                    logits, past = step(token, past)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert stats().graph_recordings == recorded
     launches = sum(event.count for event in seen.key_averages() if "GraphLaunch" in event.key)
     assert launches == 5
-    expected, past = model(prompt, None)
-    for _ in range(11):
-        expected, past = model(token, past)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_replayed_step_is_one_graph_launch_without_waiting(device: torch.device, counters: None) -> None:
+    model, prompt, _ = decoder(device)
+    step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
+    token = prompt[:, :1].clone()
+
+    def advance() -> None:
+        latest[0] = step(token, latest[0][1])
+
+    with torch.no_grad():
+        latest = [step(prompt, None)]
+        for _ in range(6):  # captured for one length, compiled for all, warmed up, recorded, replayed
+            advance()
+        assert_replays(advance)
+        expected, past = model(prompt, None)
+        for _ in range(11):
+            expected, past = model(token, past)
+    torch.testing.assert_close(latest[0][0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_replayed_static_step_is_one_graph_launch_without_waiting(device: torch.device, counters: None) -> None:
+    model = StaticDecoder(4, device)
+    step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
+    static_steps(step, torch.randint(0, 61, (2, 9), device=device), 6)
+    token = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        assert_replays(lambda: step(token))
 
 
 def test_budget_of_device_memory(device: torch.device) -> None:

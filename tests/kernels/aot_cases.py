@@ -36,7 +36,7 @@ class Case:
     chunk: int | None = None
     alibi: bool = False
     stored: torch.dtype | None = None
-    extent: int | None = None
+    row_start: int | None = None
     v_in_k: bool = False
     shared_prefix: int = 0
 
@@ -65,7 +65,7 @@ class Case:
             slopes=torch.empty(num_heads) if self.alibi else None,
             k_scales=scales,
             v_scales=scales,
-            extent=self.extent,
+            row_start=self.row_start,
             shared_prefix=self.shared_prefix,
         )
 
@@ -85,10 +85,12 @@ DECODE = [
     Case("gqa_d128_fp8", q_len=1, head_dim=128, group=4, stored=FP8),
     Case("gqa_d128_int8", q_len=1, head_dim=128, group=4, stored=INT8),
     Case("gqa_d96_int8", q_len=1, head_dim=96, group=4, stored=INT8),
+    Case("gqa_d80_int8", q_len=1, head_dim=80, group=4, stored=INT8),
+    Case("gqa_d112_fp8", q_len=1, head_dim=112, group=4, stored=FP8),
     Case("gqa_d128_shared", q_len=1, head_dim=128, group=4, shared_prefix=2048),
     Case("gqa_d128_chunk", q_len=1, head_dim=128, group=5, chunk=2048),
     Case("mha_d80_alibi", q_len=1, head_dim=80, group=1, alibi=True),
-    Case("gqa_d64_static", q_len=1, head_dim=64, group=3, causal=False, mask=torch.bool, extent=1000),
+    Case("gqa_d64_static", q_len=1, head_dim=64, group=3, causal=False, mask=torch.bool, row_start=0),
     Case("mla_d576", q_len=1, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True),
     Case("mla_d576_int8", q_len=1, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True, stored=INT8),
     Case("mla_d576_h128_fp8", q_len=1, head_dim=576, v_head_dim=512, group=128, block_size=64, v_in_k=True, stored=FP8),
@@ -106,7 +108,7 @@ PREFILL = [
     Case("gqa_d64_int8", q_len=512, head_dim=64, group=4, stored=INT8),
     Case("gqa_d128_chunk", q_len=512, head_dim=128, group=5, chunk=2048),
     Case("mha_d80_alibi", q_len=512, head_dim=80, group=1, alibi=True),
-    Case("gqa_d64_static", q_len=512, head_dim=64, group=3, causal=False, mask=torch.bool, extent=1000),
+    Case("gqa_d64_static", q_len=512, head_dim=64, group=3, causal=False, mask=torch.bool, row_start=0),
     Case("mha_d192_dv128", q_len=512, head_dim=192, v_head_dim=128, group=1, block_size=64),
     Case("mla_d576", q_len=512, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True),
     Case("mla_d576_fp8", q_len=512, head_dim=576, v_head_dim=512, group=16, block_size=64, v_in_k=True, stored=FP8),

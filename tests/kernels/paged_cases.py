@@ -220,8 +220,9 @@ def variants(draw: st.DrawFn, q: Tensor, batch: PagedBatch) -> dict[str, Any]:
     limits: dict[str, Any] = {"scale": 0.3, **batch.scales}
     unwritten = draw(st.sampled_from([None, None, None, -3, 0, 5, 23]))
     if unwritten is not None:
-        limits["extent"] = kv_len
-        kv_len = max(1, kv_len + unwritten)
+        hidden = max(0, *(batch.seq_lens - kv_len).tolist())  # tokens that nobody may see
+        limits["row_start"] = draw(st.sampled_from([0, 0, -3, 0 if hidden else 4])) - hidden
+        kv_len = max(1, kv_len + limits["row_start"] + unwritten)
     limits["kv_len"] = kv_len
     limits |= draw(visibilities(kv_len, q.shape[2]))
     limits["mask"] = draw(masks((*q.shape[:3], kv_len)))

@@ -96,7 +96,7 @@ def test_decode_of_a_shared_prefix_matches_the_twin(
 def test_a_buffer_read_in_part_is_not_read_beyond_by_a_shared_prefix() -> None:
     batch, prefix_len = share_prefix(build([8, 8]), 1)
     q = batch.queries(1, 1)
-    variant = {"scale": 0.3, "kv_len": 5, "extent": 8}
+    variant = {"scale": 0.3, "kv_len": 5, "row_start": 0}
     assert prefix_len == 8
     assert_close(attend(q, batch, **variant, shared_prefix=prefix_len), truth(q, batch, **variant))
 

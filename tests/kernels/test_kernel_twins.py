@@ -24,6 +24,17 @@ def test_a_twin_has_its_wrappers_signature(name: str) -> None:
     assert shared[0] == shared[1]
 
 
+def _placed(dense: Tensor, lens: list[int], starts: list[int], kv_len: int) -> Tensor:
+    """The rows of a left padded tensor with their tokens from `starts` on, in `kv_len` positions of zeros."""
+    placed = dense.new_zeros(*dense.shape[:2], kv_len, dense.shape[3])
+    for row, (length, start) in enumerate(zip(lens, starts)):
+        first, stop = max(0, start), min(kv_len, start + length)
+        if first < stop:
+            shift = dense.shape[2] - length - start
+            placed[row, :, first:stop] = dense[row, :, first + shift : stop + shift]
+    return placed
+
+
 def dense_attention(
     q: Tensor,
     batch: PagedBatch,
@@ -35,26 +46,26 @@ def dense_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    row_start: int | None = None,
 ) -> Tensor:
     """The interface's sentence, one query at a time, in float64."""
     out = torch.zeros(*q.shape[:3], batch.v.shape[3], dtype=torch.float64)
     group = q.shape[1] // batch.k.shape[1]
     full_mask = None if mask is None else mask.expand(*q.shape[:3], kv_len)
     keys = torch.arange(kv_len)
-    dense_k, dense_v = (
-        torch.nn.functional.pad(x, (0, 0, 0, max(0, kv_len - batch.kv_len)))[:, :, :kv_len].double()
-        for x in (batch.k, batch.v)
-    )
+    lens = batch.seq_lens.tolist()
+    starts = [kv_len - length if row_start is None else row_start for length in lens]
+    dense_k, dense_v = (_placed(x, lens, starts, kv_len).double() for x in (batch.k, batch.v))
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).view(-1, 3).tolist():
         k, v = dense_k[b, h // group], dense_v[b, h // group]
-        start = batch.kv_len - int(batch.seq_lens[b])
+        start = starts[b]
         scores = k @ q[b, h, i].double() * 0.3
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        position = i + (batch.kv_len - q.shape[2] if causal_offset is None else causal_offset)
+        position = i + (kv_len - q.shape[2] if causal_offset is None else causal_offset)
         if slopes is not None:
             scores += slopes[h].double() * (keys - position)
-        visible = (keys >= start) & (keys < batch.kv_len) if mask is None else keys >= 0
+        visible = (keys >= start) & (keys < start + lens[b]) if mask is None else keys >= 0
         if causal_offset is not None:
             visible &= keys <= position
         if window is not None:
@@ -78,7 +89,7 @@ def dense_attention(
 def test_the_attention_twin_matches_dense(batch: PagedBatch, group: int, q_len: int, data: st.DataObject) -> None:
     q = batch.queries(group, q_len)
     variant = data.draw(variants(q, batch))
-    own = ("scale", "extent", "k_scales", "v_scales")
+    own = ("scale", "k_scales", "v_scales")
     want = dense_attention(q, batch, **{name: value for name, value in variant.items() if name not in own})
     for compute_dtype in (torch.float32, torch.float64):
         got = reference.attention(q, *batch.tensors, **variant, compute_dtype=compute_dtype)

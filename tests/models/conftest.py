@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import paged_inductor
+from paged_inductor import program
 from paged_inductor._config import reset_config
+from paged_inductor.ops import dispatch, library
 from paged_inductor.runtime import manager
+from paged_inductor.step import StaticWrites
+
+from .replaying import ForbidReads, Twins
 
 
 @pytest.fixture
@@ -40,3 +48,46 @@ def idle(fresh: None) -> Iterator[None]:
     """Nothing runs on behind the test."""
     yield
     assert not any(group.active for group in manager().groups)
+
+
+@pytest.fixture
+def kernels_serve(own_options: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps run as on a GPU, but for the kernels themselves; none may say that it is not replayed."""
+    paged_inductor.configure(triton_on_cpu=True)
+    for module in (library, dispatch):
+        monkeypatch.setattr(module, "kernels", Twins())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not replay")
+        yield
+
+
+@pytest.fixture
+def calls(kernels_serve: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The inputs of every replayed step, which must read nothing back, but where static caches are written."""
+    seen: list[tuple[Any, ...]] = []
+    step = program.PagedProgram._step
+    first = StaticWrites.first
+
+    def watched(self: program.PagedProgram, args: Sequence[Any]) -> Any:
+        run: Callable[..., Any] = self._run
+        if self._replay is None:
+            return step(self, args)
+
+        def recorded(*inputs: Any) -> Any:
+            seen.append(inputs)
+            return run(*inputs)
+
+        self._run = recorded
+        try:
+            with ForbidReads():
+                return step(self, args)
+        finally:
+            self._run = run
+
+    def read(self: StaticWrites, args: Sequence[Any]) -> int:
+        with _disable_current_modes():
+            return first(self, args)
+
+    monkeypatch.setattr(program.PagedProgram, "_step", watched)
+    monkeypatch.setattr(StaticWrites, "first", read)
+    return seen

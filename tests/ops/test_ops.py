@@ -175,7 +175,7 @@ def test_the_kernels_operator_reads_static_buffers(
     hidden = 0 if unwritten > 0 else hidden  # only a full buffer slides
     kv_len = max(1, extent + unwritten)
     pages = random_pages([extent + hidden] * rows, 2, 8, 8, seed=seed, hidden=hidden)
-    plan = ops.plan_static(pages.plan(queries), kv_len)
+    plan = ops.plan_static(pages.plan(queries), kv_len, -hidden)
     q = torch.randn(rows, 4, queries, 8, generator=torch.Generator().manual_seed(seed))
     given_mask = masks(mask, rows, 4, queries, kv_len)
     assert given_mask is not None
@@ -189,7 +189,9 @@ def test_the_kernels_operator_reads_static_buffers(
         scores = torch.cat([scores, options["sinks"].double()[:, None, None].expand(rows, 4, queries, 1)], -1)
     expected = scores.softmax(-1).nan_to_num()[..., :kv_len] @ value
     tables = (pages.block_table, pages.seq_lens, kv_len, 0.3, None, None, planned.mask)
-    operator = torch.ops.paged_inductor.attention(q, pages.k_arena, pages.v_arena, *tables, **options, extent=extent)
+    operator = torch.ops.paged_inductor.attention(
+        q, pages.k_arena, pages.v_arena, *tables, **options, row_start=-hidden
+    )
     torch.testing.assert_close(operator.double(), expected, rtol=2e-5, atol=2e-5)
     if queries > 1:  # one query is served by the compiled formula of decode
         formula = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.3, **options)
