@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from .. import ops
 from .base import GraphState
@@ -67,6 +68,7 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
     are made of more than the step's inputs are left out."""
     found: dict[Node, MaskProgram] = {}
     made: dict[tuple[Node, int], MaskProgram | None] = {}
+    alike: dict[str, Callable[..., Tensor]] = {}
     writers: Writers | None = None
     for node in state.gm.graph.nodes:
         if not is_call(node, (ops.plan_mask,)):
@@ -75,7 +77,7 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
         buffer = buffer_length(state, plan)
         if (mask, buffer) not in made:
             writers = writers or Writers(state.gm.graph)
-            made[mask, buffer] = _program(state, mask, symbols, writers, buffer)
+            made[mask, buffer] = _program(state, mask, symbols, writers, buffer, alike)
         program = made[mask, buffer]
         if program is not None:
             found[node] = program
@@ -103,8 +105,14 @@ def inputs_written(state: GraphState) -> list[int]:
 
 
 def _program(
-    state: GraphState, mask: Node, symbols: set[sympy.Basic], writers: Writers, buffer: int
+    state: GraphState,
+    mask: Node,
+    symbols: set[sympy.Basic],
+    writers: Writers,
+    buffer: int,
+    alike: dict[str, Callable[..., Tensor]],
 ) -> MaskProgram | None:
+    """alike: the programs known so far, by their text: models make the same mask in every layer."""
     nodes = _ancestors(mask)
     grows = bool(expr(shape(mask)[-1]).free_symbols & symbols)
     if not grows and not any(_depends(node, symbols) for node in nodes):
@@ -117,14 +125,23 @@ def _program(
         return None
     if any(writer.target not in _OPERATIONS for writer in writers.all_of(filter(is_tensor, nodes))):
         return None
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in state.gm.graph.nodes:  # in order
-        if node in nodes:
+    ordered = [node for node in state.gm.graph.nodes if node in nodes]
+    text = _text(ordered)
+    if text not in alike:
+        graph, copies = Graph(), dict[Node, Node]()
+        for node in ordered:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[mask])
-    run = GraphModule(state.gm, graph)
-    ordered = [node.name for node in state.gm.graph.find_nodes(op="placeholder") if node in nodes]
-    return MaskProgram(run, grows, tuple(map(names.index, ordered)), frozenset(nodes), buffer)
+        graph.output(copies[mask])
+        alike[text] = GraphModule(state.gm, graph)
+    positions = tuple(names.index(node.name) for node in ordered if node.op == "placeholder")
+    return MaskProgram(alike[text], grows, positions, frozenset(nodes), buffer)
+
+
+def _text(nodes: Sequence[Node]) -> str:
+    """What some nodes compute, whatever they are called."""
+    place = {node: f"%{i}" for i, node in enumerate(nodes)}
+    lines = [(node.op, node.target, *map_arg((node.args, node.kwargs), place.__getitem__)) for node in nodes]  # type: ignore[misc]
+    return repr(lines)
 
 
 def _depends(node: Node, symbols: set[sympy.Basic]) -> bool:

@@ -50,7 +50,7 @@ class HoldLengths(Pass):
     def apply(self, state: GraphState) -> int:
         sites = [site for group in state.groups for site in group.sites]
         born = any(site.kind == "create" or (site.kind == "static" and site.past is None) for site in sites)
-        if born or not sites:
+        if born or all(site.kind == "read" for site in sites):
             return 0
         try:
             self._hold(state)
@@ -62,14 +62,10 @@ class HoldLengths(Pass):
         graph = state.gm.graph
         symbols: set[sympy.Basic] = set()
         for group in state.groups:
-            if group.kind not in ("append", "static", "slide"):
-                raise NotHeld(
-                    f"{group.sites[0].name} is a cache of kind {group.kind}, not one that tokens are added to"
-                )
             for site in group.sites:
                 if not isinstance(site.new_tokens, int) or site.new_tokens > MOST_TOKENS:
                     return  # a chunk of a prompt, which is not worth a recording
-                if group.kind == "append":
+                if group.kind in ("append", "read"):
                     symbols |= expr(site.size("S")).free_symbols
                 elif site.start is not None and site.start.size is not None:
                     symbols |= expr(site.start.size).free_symbols
@@ -139,7 +135,7 @@ class HoldLengths(Pass):
     def _replace_masks(self, state: GraphState, masks: Mapping[Node, MaskProgram]) -> None:
         """Let attention take masks that are as long as the table."""
         graph = state.gm.graph
-        inputs: dict[tuple[Node, int, int], Node] = {}
+        inputs: dict[tuple[object, int, int], Node] = {}
         for node, program in masks.items():
             mask, plan = node.args
             assert isinstance(mask, Node) and isinstance(plan, Node)
@@ -147,15 +143,15 @@ class HoldLengths(Pass):
                 plan = plan.all_input_nodes[0]
             table, block_size = plan.args[0], plan.args[4]
             group = next(new.group for new in state.new_inputs if new.node is table)
-            if (mask, group, program.buffer) not in inputs:
+            if (program.run, group, program.buffer) not in inputs:
                 value = mask.meta["example_value"]
                 size = tuple(value.shape)
                 if program.grows:
                     length = program.buffer or shape(table)[1] * block_size  # type: ignore[arg-type,operator]
                     size = (*size[:-1], length)
                 like = self._contiguous(size, value)
-                inputs[mask, group, program.buffer] = self._add(state, "mask", group, like, program)
-            node.update_arg(0, inputs[mask, group, program.buffer])
+                inputs[program.run, group, program.buffer] = self._add(state, "mask", group, like, program)
+            node.update_arg(0, inputs[program.run, group, program.buffer])
         made = {node for program in masks.values() for node in program.nodes}
         for node in reversed(graph.nodes):
             if node in made and node.op != "placeholder" and not node.users:
@@ -206,7 +202,7 @@ class HoldLengths(Pass):
     ) -> Node:
         graph = state.gm.graph
         with graph.inserting_after(state.placeholders[-1]):
-            node = graph.placeholder(f"held_{kind}_{index}")
+            node = graph.placeholder(f"held_{kind}_{index}_{len(state.held)}")
         node.meta["example_value"] = value
         node._dynamo_source = ConstantSource(node.name)  # type: ignore[attr-defined]  # AOTAutograd demands one
         state.held.append(HeldInput(kind, index, node, make))
@@ -260,7 +256,7 @@ def _is_steady(group: CacheGroupSites) -> bool:
     """Whether a step leaves its caches as long as they were: windows that are full."""
     kept = [(output, site.size("S") - site.new_tokens) for site in group.sites for output in site.outputs]
     steady = all(output.stop is not None and output.stop - output.first == before for output, before in kept)
-    return group.kind == "slide" or (bool(kept) and steady)
+    return group.kind in ("slide", "read") or (bool(kept) and steady)
 
 
 def _group_of(state: GraphState, plan: Node) -> int:

@@ -6,6 +6,7 @@ As on a GPU, but for the kernels themselves. That CUDA graphs replay such a step
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -219,6 +220,49 @@ def test_windows_alone_in_fifty_steps(padded: bool, calls: list[tuple[Any, ...]]
     assert len(arenas[0]) == 4 and changes(arenas) <= growths
     assert changes([tuple(value for value in inputs if isinstance(value, int)) for inputs in full]) <= growths
     assert stats().graph_recordings <= 4 + growths  # of four graphs
+
+
+def test_masks_that_every_layer_makes(calls: list[tuple[Any, ...]]) -> None:
+    """MPT's layers make their masks themselves, all alike: the host makes one."""
+    from transformers import MptConfig, MptForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
+    model = MptForCausalLM(MptConfig(**sizes, use_cache=True)).eval()
+    prompt = prompts_of(model.requires_grad_(False), 7)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    tokens = paged_inductor.page(model, **MODE).generate(prompt, **options)
+    assert torch.equal(tokens, expected)
+    assert len(calls) == 8
+    masks = [value for value in calls[-1] if isinstance(value, Tensor) and value.shape[2:] == (1, 128)]
+    assert len(masks) == 1
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_caches_of_an_encoder_are_read(kind: str, calls: list[tuple[Any, ...]]) -> None:
+    """One recording serves all lengths of what was encoded; learned positions (T5) are a mask."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    bart = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    bart |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "forced_eos_token_id": None}
+    sizes = {"t5": t5, "bart": bart}[kind]
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, vocab_size=97, **sizes)).eval()
+    prompts_of(model.requires_grad_(False), 1)
+    dense = copy.deepcopy(model)
+    paged_inductor.page(model, **MODE)
+    recordings = []
+    for length in (7, 9, 12, 11):
+        source = torch.randint(3, 97, (2, length))
+        mask = torch.ones_like(source)
+        mask[1, -2:] = 0
+        options = {"attention_mask": mask, "min_new_tokens": 10, "max_new_tokens": 10, "do_sample": False}
+        assert torch.equal(model.generate(source, **options), dense.generate(source, **options))
+        recordings.append(stats().graph_recordings)
+    assert len(calls) >= 4 * 8
+    assert recordings[1] == recordings[-1]
 
 
 class Counting(Decoder):
