@@ -14,7 +14,7 @@ from . import ops
 from .group_plan import GroupPlan
 from .passes import GraphState
 from .replay import Replay
-from .runtime import Preempted, Steps, View, manager
+from .runtime import Preempted, Steps, View, few_lengths, manager
 from .sharing import Loan, Sharer, StalePrefix, loans
 from .sizes import size_reader
 from .step import Step, commit, undo
@@ -124,6 +124,8 @@ class PagedProgram:
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
                 given = step.inputs()
+                if self._replay is not None:
+                    given["shared_prefix"] = few_lengths(given["shared_prefix"], plan.group.block_size)
                 tables.append(given["table"])
                 inputs += plan.takes(given)
                 inputs += [arenas[site] for site in plan.sites]

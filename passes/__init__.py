@@ -73,7 +73,7 @@ def pipeline(
         ProveMasks(),
         ProveSharing(),
         ChooseAdoption(),
-        Rewrite(fake_mode, block_size, arena_layout, shares=not hold, streams=not hold),
+        Rewrite(fake_mode, block_size, arena_layout, streams=not hold),
         *([HoldLengths(fake_mode)] if hold else []),
         *([RewriteSingleRowLinears()] if single_row_linears else []),
         Lint(),

@@ -32,9 +32,8 @@ ArenaLayouts = Callable[[CacheSite], ArenaLayout]
 class Rewrite(Pass):
     """Replace cache concatenations and the attention on them by the paged operations.
 
-    `arena_layout(site)` says how a created site's arena is stored. shares:
-    kernels may read the blocks that all rows have in common once; how many these are is a number that changes between
-    calls. streams: steps of several tokens may wait for the old ones layer by layer.
+    `arena_layout(site)` says how a created site's arena is stored. streams: steps of several tokens may wait for the
+    old ones layer by layer.
     """
 
     def __init__(
@@ -42,13 +41,11 @@ class Rewrite(Pass):
         fake_mode: FakeTensorMode,
         block_size: int,
         arena_layout: ArenaLayouts,
-        shares: bool = True,
         streams: bool = True,
     ) -> None:
         self._mode = fake_mode
         self._block_size = block_size
         self._arena_layout = arena_layout
-        self._shares = shares
         self._streams = streams
         self._masks: dict[tuple[Node, Node], Node] = {}
         self._reads = StaticReads()
@@ -107,7 +104,7 @@ class Rewrite(Pass):
         decodes = one_query and not kernels
         several = hint(lead.new_tokens) > 1 and hint(batch) > 0 and not one_query
         group.streams = self._streams and group.kind == "append" and several and device.type == "cpu"
-        shares = one_query and kernels and self._shares and group.kind in ("append", "read")
+        shares = one_query and kernels and group.kind in ("append", "read")
         width, blocks = fresh_size(env, f"pi_width_{g}", 8 + g), fresh_size(env, f"pi_blocks_{g}", 64 + g)
         after = state.placeholders[-1]
         created: list[Node] = []

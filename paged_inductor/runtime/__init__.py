@@ -20,6 +20,7 @@ from .policy import Policy
 from .prefixes import RowNames, matter_within
 from .schedule import Schedule
 from .search import Tokens
+from .sharing import few_lengths
 from .site import SiteSpec
 from .table import Row
 from .view import View
@@ -39,6 +40,7 @@ __all__ = [
     "Steps",
     "Tokens",
     "View",
+    "few_lengths",
     "lend",
     "manager",
     "matter_within",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["NoSharing", "PrefixSharing", "SharedPrefix", "common_blocks"]
+__all__ = ["NoSharing", "PrefixSharing", "SharedPrefix", "common_blocks", "few_lengths"]
 
 
 class SharedPrefix(Protocol):
@@ -45,6 +45,16 @@ class PrefixSharing:
             return 0
         shared = min(most, common_blocks(tables) * block_size)
         return shared if (len(tables) - 1) * shared * token_bytes >= self.pass_bytes else 0
+
+
+def few_lengths(tokens: int, block_size: int) -> int:
+    """A number of shared tokens, rounded down to one of few: to blocks of a power of two, or of one and a half.
+
+    A step that is recorded for each number that it is called with has few recordings then, and still shares two thirds.
+    """
+    blocks = tokens // block_size
+    power = 1 << max(0, blocks.bit_length() - 1)
+    return (power + power // 2 if blocks >= power + power // 2 else min(power, blocks)) * block_size
 
 
 def common_blocks(tables: Sequence[list[int]]) -> int:

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import paged_inductor
-from paged_inductor import PagedTensor, stats
+from paged_inductor import PagedTensor, kernels, stats
+from paged_inductor.ops import library
+from paged_inductor.runtime import schedule
+from paged_inductor.runtime.sharing import PrefixSharing
 
 from ..models.zoo import Decoder, Form, generate
 
@@ -33,6 +36,12 @@ def counters(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("CPUs have no CUDA graphs")
     counters.clear()
+
+
+@pytest.fixture
+def always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows have in common is read once, however little that saves."""
+    monkeypatch.setattr(schedule, "sharing", PrefixSharing(pass_bytes=1))
 
 
 class StaticDecoder(torch.nn.Module):
@@ -150,6 +159,39 @@ def assert_replays(step: Callable[[], object]) -> None:
     assert stats().graph_recordings == recorded
     launches = sum(event.count for event in seen.key_averages() if "GraphLaunch" in event.key)
     assert launches == 5
+
+
+def test_replayed_steps_read_a_shared_prefix_once(
+    device: torch.device, always_shared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three samples of one prompt, of which 5 blocks are full: a recording shares 4."""
+    paged_inductor.configure(block_size=8)
+    seen: set[int] = set()
+    attention = kernels.attention
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        seen.add(options["shared_prefix"])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(library.kernels, "attention", noted)
+    model, _, steps = decoder(device)
+    prompt = torch.randint(0, 61, (1, 44), device=device)
+
+    def samples(forward: Any) -> torch.Tensor:
+        with torch.no_grad():
+            _, past = forward(prompt, None)
+            past = [tuple(tensor.repeat_interleave(3, 0) for tensor in pair) for pair in past]
+            tokens = [torch.tensor([[1], [2], [3]], device=device)]
+            for _ in range(steps):
+                logits, past = forward(tokens[-1], past)
+                tokens.append(logits[:, -1:].argmax(-1))
+        return torch.cat(tokens, 1)
+
+    options = {"inner": "eager" if device.type == "cpu" else "inductor", "mode": "reduce-overhead"}
+    step = torch.compile(model, backend="paged_inductor", options=options)
+    assert torch.equal(samples(step), samples(model))
+    assert 32 in seen and seen <= {0, 32, 40}  # the first step, of one length, may share all
+    assert stats().graph_recordings <= 1 + stats().arena_growths
 
 
 def test_a_replayed_step_is_one_graph_launch_without_waiting(device: torch.device, counters: None) -> None:

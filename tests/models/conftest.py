@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import paged_inductor
-from paged_inductor import program
+from paged_inductor import backend, program, stats
 from paged_inductor._config import reset_config
 from paged_inductor.ops import dispatch, library
 from paged_inductor.runtime import manager
 from paged_inductor.step import StaticWrites
 
-from .replaying import ForbidReads, Twins
+from .replaying import ForbidReads, Recordings, Twins
 
 
 @pytest.fixture
@@ -52,13 +52,25 @@ def idle(fresh: None) -> Iterator[None]:
 
 @pytest.fixture
 def kernels_serve(own_options: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps run as on a GPU, but for the kernels themselves; none may say that it is not replayed."""
+    """Steps run as on a GPU, but for the kernels and the recordings themselves; none may say that it is not replayed.
+    All recordings must have been counted."""
+    compile_inner = backend.compile_inner
+    graphs: list[Recordings] = []
+
+    def compiled(graph: Any, inputs: Any, inner: str, options: dict[str, Any]) -> Callable[..., Any]:
+        if inner == "eager" and options["triton.cudagraphs"]:
+            graphs.append(Recordings(graph))
+            return graphs[-1]
+        return compile_inner(graph, inputs, inner, options)
+
+    monkeypatch.setattr(backend, "compile_inner", compiled)
     paged_inductor.configure(triton_on_cpu=True)
     for module in (library, dispatch):
         monkeypatch.setattr(module, "kernels", Twins())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not replay")
         yield
+    assert sum(len(graph.made) for graph in graphs) == stats().graph_recordings
 
 
 @pytest.fixture

@@ -15,17 +15,40 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule
 
 import paged_inductor
 from paged_inductor import PagedTensor, stats
 from paged_inductor.replay import Replay
+from paged_inductor.runtime import schedule
+from paged_inductor.runtime.sharing import PrefixSharing, few_lengths
 
-from .replaying import MODE, addresses, changes
+from .replaying import MODE, Recordings, addresses, changes
 from .zoo import Decoder, Form, generate
 
 pytestmark = pytest.mark.usefixtures("kernels_serve")
 
 SMALL = Form(heads_q=2, heads_kv=1, mask="none_or_is_causal")
+
+
+def test_few_lengths() -> None:
+    rounded = [few_lengths(8 * blocks, 8) // 8 for blocks in range(26)]
+    assert rounded == [0, 1, 2, 3, 4, 4, *[6] * 2, *[8] * 4, *[12] * 4, *[16] * 8, 24, 24]
+
+
+def test_the_recordings_of_these_tests_run_no_python_again() -> None:
+    ran: list[int] = []
+
+    def launches(x: Tensor, n: int) -> Tensor:
+        ran.append(n)
+        return (x + len(ran)).view(-1) * n
+
+    graph = Graph()
+    graph.output(graph.call_function(launches, (graph.placeholder("x"), graph.placeholder("n"))))
+    step = Recordings(GraphModule(torch.nn.Module(), graph))
+    results = [step(torch.tensor([[x]]), n) for x, n in ((3, 2), (5, 2), (5, 3), (7, 2))]
+    assert [int(result) for result in results] == [8, 12, 21, 16]  # as the first call with each number did it
+    assert ran == [2, 3]
 
 
 def test_fifty_steps_with_inputs_that_stay_in_place(calls: list[tuple[Any, ...]]) -> None:
@@ -40,7 +63,8 @@ def test_fifty_steps_with_inputs_that_stay_in_place(calls: list[tuple[Any, ...]]
     assert isinstance(past[0][0], PagedTensor)
     assert len(calls) == 51  # the first step is captured for its length alone
     integers = [tuple(value for value in inputs if isinstance(value, int)) for inputs in calls]
-    widths, blocks = zip(*integers)  # and no length among them
+    shared, widths, blocks = zip(*integers)  # and no length among them
+    assert set(shared) == {0}
     tables = [addresses(inputs, lambda value: value.dtype == torch.int32) for inputs in calls]
     arenas = [addresses(inputs, lambda value: value.dim() == 4) for inputs in calls]
     lengths = [addresses(inputs, lambda value: value.dim() == 0) for inputs in calls]
@@ -48,6 +72,32 @@ def test_fifty_steps_with_inputs_that_stay_in_place(calls: list[tuple[Any, ...]]
     assert changes(lengths) == 0 and len(lengths[0]) == 1
     assert changes(arenas) == changes(blocks) <= stats().arena_growths - growths
     assert stats().graph_recordings == len(set(zip(widths, arenas)))
+
+
+def test_rows_that_share_blocks_have_few_recordings(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many blocks are shared is a number that recordings are made for."""
+    monkeypatch.setattr(schedule, "sharing", PrefixSharing(pass_bytes=1))
+    paged_inductor.configure(block_size=8)
+    torch.manual_seed(1)
+    model = Decoder(SMALL, layers=1)
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+
+    def samples(forward: Any, prompt: Tensor) -> Tensor:
+        with torch.no_grad():
+            past = [tuple(x.repeat_interleave(3, 0) for x in pair) for pair in forward(prompt, None)[1]]
+            tokens = [torch.tensor([[1], [2], [3]])]
+            for _ in range(4):
+                logits, past = forward(tokens[-1], past)
+                tokens.append(logits[:, -1:].argmax(-1))
+        return torch.cat(tokens, 1)
+
+    for length in range(44, 60, 3):
+        prompt = torch.randint(0, 61, (1, length))
+        assert torch.equal(samples(step, prompt), samples(model, prompt))
+    prefixes = {value for inputs in calls for value in inputs if isinstance(value, int)} & set(range(24, 64, 8))
+    assert prefixes == {32, 48}  # of 5, 6 and 7 blocks in common
 
 
 def test_a_table_that_grows_is_counted(calls: list[tuple[Any, ...]]) -> None:
@@ -58,7 +108,8 @@ def test_a_table_that_grows_is_counted(calls: list[tuple[Any, ...]]) -> None:
     step = torch.compile(model, backend="paged_inductor", options=MODE)
     tokens, _ = generate(step, prompt, 12)
     assert torch.equal(tokens, generate(model, prompt, 12)[0])
-    widths = [next(value for value in inputs if isinstance(value, int)) for inputs in calls]
+    integers = [[value for value in inputs if isinstance(value, int)] for inputs in calls]
+    widths = [width for _, width, _ in integers]
     assert widths == [16] * 7 + [32] * 4  # 128 tokens fill 16 blocks of 8
     assert stats().graph_recordings >= 2
 
@@ -122,7 +173,7 @@ def test_a_padded_batch_is_replayed_with_masks_as_long_as_the_table(kind: str, c
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
     assert len(calls) == 133
     integers = {tuple(value for value in inputs if isinstance(value, int)) for inputs in calls}
-    assert {width for width, _ in integers} == {8, 16}  # the table grew once; no length is among them
+    assert {width for _, width, _ in integers} == {8, 16}  # the table grew once; no length is among them
     shapes = {tuple(value.shape) for inputs in calls for value in inputs if isinstance(value, Tensor)}
     assert {shape for shape in shapes if shape[:3] == (2, 1, 1)} == {(2, 1, 1, 128), (2, 1, 1, 256)}
     assert not any((2, length) in shapes for length in range(20, 140))  # nor what the masks are made of
