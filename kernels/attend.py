@@ -62,6 +62,7 @@ def attend_packed(
     seq_lens_ptr,
     kv_len,
     row_start,
+    hidden_ptr,
     score_scale,
     softcap,
     slopes_ptr,
@@ -94,6 +95,7 @@ def attend_packed(
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ROWS_END: tl.constexpr,
+    HAS_HIDDEN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -157,6 +159,9 @@ def attend_packed(
         row_start = kv_len - seq_len
     diagonal = rows // GROUP + causal_offset - row_start  # [TILE_M]
     first_key = first_visible(diagonal, row_start, window, chunk, HAS_WINDOW, HAS_CHUNK)  # [TILE_M]
+    if HAS_HIDDEN:
+        hidden = tl.load(hidden_ptr + batches)
+        first_key = tl.where(hidden > 0, tl.maximum(first_key, hidden), first_key)
     if IS_PREFIX:
         begin, end, all_begin, all_end = prefix_range(first_key, diagonal, prefix_len, IS_CAUSAL)
     else:
@@ -165,6 +170,8 @@ def attend_packed(
         begin, end, all_begin, all_end = visible_range(
             lowest, highest, row_start, seq_len, kv_len, window, chunk, IS_CAUSAL, HAS_WINDOW, HAS_CHUNK, HAS_MASK
         )
+        if HAS_HIDDEN:
+            begin = tl.where(hidden > 0, tl.maximum(begin, hidden), begin)
 
     acc = tl.zeros([TILE_M, WORDS], dtype=tl.float32)
     odd_acc = None

@@ -109,6 +109,16 @@ def gathered(name: str, value: object, stored: Tensor) -> torch.dtype:
     return value
 
 
+def row_counts(name: str, value: object, like: Tensor) -> Tensor:
+    """Check one int32 per row of a batch, as in `like` [B]."""
+    counts = tensor(name, value, 1, (torch.int32,))
+    same("device", name, counts.device, "seq_lens", like.device)
+    same("batch size", name, counts.shape[0], "seq_lens", like.shape[0])
+    if not counts.is_contiguous():
+        raise KernelInputError(f"{name} has stride {counts.stride(0)}; allowed: 1; call .contiguous() on it")
+    return counts
+
+
 def table(block_table: object, seq_lens: object, like: Tensor) -> tuple[int, int]:
     """Check block_table [B, W] and seq_lens [B], both int32 on the device of `like`; return (B, W)."""
     blocks = tensor("block_table", block_table, 2, (torch.int32,))

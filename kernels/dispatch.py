@@ -27,6 +27,7 @@ def attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     row_start: int | None = None,
+    hidden: Tensor | None = None,
     shared_prefix: int = 0,
     deterministic: bool = False,
     allocate: Allocator = torch.empty,
@@ -52,6 +53,9 @@ def attention(
     `row_start`: the logical key of every row's first token, where rows begin together, as in a static buffer: token t
     is logical key t + row_start (below 0: tokens that the buffer does not show any more). The keys behind a row's last
     token are unwritten positions: like virtual padding, zeros that a mask may admit.
+
+    `hidden`, int32 [B]: so many of each row's first tokens are not seen, nor is what stands before them, if there are
+    any. kv_len says as much where it is the number of keys that rows show; with `hidden` it may be any larger number.
 
     `shared_prefix`: that many first tokens, whole blocks, are the same in all rows (their block table's first columns
     are equal, and none has fewer tokens). It changes no result: decode then reads these blocks once for all rows.
@@ -80,6 +84,7 @@ def attention(
         k_scales,
         v_scales,
         row_start,
+        hidden,
         0 if deterministic else shared_prefix,  # sharing merges other splits than a row alone has
     )
     checks.launchable(q, INTERPRETED, k_arena)

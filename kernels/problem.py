@@ -20,7 +20,7 @@ class AttentionProblem:
 
     A causal offset or a window that hides nothing is dropped here, so that it costs nothing later. `query_offset` is
     the logical key at which query 0 stands, `row_start` that of every row's first token (None: rows end with the last
-    key); `shared_prefix` counts the first tokens, which all rows share.
+    key); `hidden` [B] counts first tokens that are not seen, `shared_prefix` those that all rows share.
     """
 
     q: Tensor
@@ -40,6 +40,7 @@ class AttentionProblem:
     k_scales: Tensor | None
     v_scales: Tensor | None
     row_start: int | None
+    hidden: Tensor | None
     query_offset: int
     shared_prefix: int
 
@@ -165,6 +166,7 @@ def attention_problem(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     row_start: int | None = None,
+    hidden: Tensor | None = None,
     shared_prefix: int = 0,
 ) -> AttentionProblem:
     """Check every argument of an attention call; raises KernelInputError or KernelTypeError."""
@@ -202,6 +204,8 @@ def attention_problem(
         checks.per_head("sinks", sinks, q)
     if slopes is not None:
         checks.per_head("slopes", slopes, q)
+    if hidden is not None:
+        checks.row_counts("hidden", hidden, seq_lens)
     return AttentionProblem(
         q,
         k_arena,
@@ -220,6 +224,7 @@ def attention_problem(
         k_scales,
         v_scales,
         row_start,
+        hidden,
         query_offset,
         shared_prefix if row_start is None else 0,  # perhaps not all of its keys are seen
     )

@@ -32,6 +32,7 @@ def attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     row_start: int | None = None,
+    hidden: Tensor | None = None,
     shared_prefix: int = 0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -54,14 +55,16 @@ def attention(
         k_scales,
         v_scales,
         row_start,
+        hidden,
         shared_prefix,
     )
     batch, num_heads, q_len, _ = problem.out_shape
     packed = (batch, problem.num_kv_heads, problem.packed_rows)
     starts = kv_len - seq_lens if row_start is None else torch.full_like(seq_lens, row_start)  # [B]
     tokens = _tokens(starts, kv_len)
-    k = _gather(k_arena, block_table, seq_lens, tokens, k_scales, compute_dtype)  # [B, H_kv, S, D]
-    v = _gather(v_arena, block_table, seq_lens, tokens, v_scales, compute_dtype)  # [B, H_kv, S, Dv]
+    read = tokens if hidden is None else tokens.masked_fill(tokens < hidden[:, None], -1)
+    k = _gather(k_arena, block_table, seq_lens, read, k_scales, compute_dtype)  # [B, H_kv, S, D]
+    v = _gather(v_arena, block_table, seq_lens, read, v_scales, compute_dtype)  # [B, H_kv, S, Dv]
     rows = q.reshape(*packed, problem.head_dim).to(compute_dtype)  # [B, H_kv, GROUP * Q, D]
     scores = (rows @ k.mT).mul_(scale).view(batch, num_heads, q_len, kv_len)
     if softcap is not None:
@@ -208,6 +211,9 @@ def _visible(problem: AttentionProblem, tokens: Tensor, starts: Tensor) -> Tenso
         conditions.append(((tokens >= 0) & (tokens < seq_lens))[:, None, None, :])
     elif not problem.has_bias:
         conditions.append(problem.mask)
+    if problem.hidden is not None:
+        first = problem.hidden[:, None]  # [B, 1]
+        conditions.append(((tokens >= first) | (first == 0))[:, None, None, :])
     last_keys = torch.arange(problem.q_len, device=device)[:, None] + problem.query_offset  # [Q, 1]
     if problem.causal_offset is not None:
         conditions.append(keys <= last_keys)

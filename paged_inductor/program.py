@@ -119,18 +119,16 @@ class PagedProgram:
             undo(steps)
             raise
         try:
-            tables = []
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
                 given = step.inputs()
                 if self._replay is not None:
                     given["shared_prefix"] = few_lengths(given["shared_prefix"], plan.group.block_size)
-                tables.append(given["table"])
                 inputs += plan.takes(given)
                 inputs += [arenas[site] for site in plan.sites]
             if self._replay is not None:
-                inputs += self._replay.inputs(args, self._plans, tables)
+                inputs += self._replay.inputs(args, self._plans, views)
                 self._replay.note(args, inputs, self._plans)
             dense = self._run_behind(inputs, views) if self._streams else self._run(*inputs)
         except BaseException:

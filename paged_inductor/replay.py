@@ -15,7 +15,7 @@ import torch
 
 from .group_plan import GroupPlan
 from .passes import GraphState
-from .runtime import manager
+from .runtime import View, manager
 
 __all__ = ["Replay", "keep_in_place"]
 
@@ -49,18 +49,21 @@ class Replay:
                 }
         return self._local.buffers
 
-    def inputs(self, args: Sequence[Any], plans: Sequence[GroupPlan], tables: Sequence[torch.Tensor]) -> list[Any]:
-        """The held inputs for a call with `args`; `tables` are the block tables of the plans' groups."""
+    def inputs(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> list[Any]:
+        """The held inputs for a call with `args`; `views` are those of the plans' groups that it reads and fills."""
         values: list[Any] = []
         buffers = self._buffers()
+        schedules = [manager().schedule(view) for view in views]
         for held in self._held:
             if held.kind == "length":
                 values.append(buffers[held.index].fill_(args[held.index]))
             elif held.make is not None:
-                capacity = tables[held.index].shape[1] * plans[held.index].group.block_size
+                capacity = schedules[held.index].block_table.shape[1] * plans[held.index].group.block_size
                 values.append(held.make(args, capacity))
             elif held.kind == "width":
-                values.append(tables[held.index].shape[1])
+                values.append(schedules[held.index].block_table.shape[1])
+            elif held.kind == "hidden":
+                values.append(schedules[held.index].hidden(views[held.index].length))
             else:
                 values.append(plans[held.index].group.arenas[0].shape[0])
         return values

@@ -309,8 +309,9 @@ class HeldInput:
     """A placeholder that came in the place of the cache's length.
 
     kind: "length": an int64 tensor of no dimensions that holds the captured integer input at position `index`; "width"
-    and "blocks": the integers that are the table's width and the arenas' number of blocks, of group `index`; "mask": a
-    mask as long as the table of group `index`, which `make(arguments, tokens that the table has room for)` returns.
+    and "blocks": the integers that are the table's width and the arenas' number of blocks, of group `index`; "hidden":
+    int32 [B], how many of each row's first tokens are not seen, of group `index`; "mask": a mask as long as the table
+    of group `index`, which `make(arguments, tokens that the table has room for)` returns.
     """
 
     kind: str

@@ -93,8 +93,10 @@ class HoldLengths(Pass):
                 bound.node.update_arg(bound.where, moved)
             else:
                 bound.node.update_kwarg(bound.where, moved)
+        hidden = {group: self._hidden(state, group) for group in dict.fromkeys(groups[plan] for plan in found.plans)}
         for plan in found.plans:
             plan.update_arg(2, capacities[plan])
+            plan.update_kwarg("hidden", hidden[groups[plan]])
         for plan in found.parts:
             plan.update_arg(1, buffer_length(state, plan))
         tensors: dict[Node, Node] = {}
@@ -172,6 +174,14 @@ class HoldLengths(Pass):
         width = self._add(state, "width", group, shape(table)[1])
         self._add(state, "blocks", group, shape(arena)[0])
         return width
+
+    def _hidden(self, state: GraphState, group: int) -> Node:
+        """How many first tokens of a group's rows are not seen: the length, which would say it, is the table's now."""
+        lens = next(new.node for new in state.new_inputs if new.kind == "lens" and new.group == group)
+        value = lens.meta["example_value"]
+        return self._add(
+            state, "hidden", group, fake_like(tuple(value.shape), (1,), value.dtype, value.device, self._mode)
+        )
 
     @staticmethod
     def _capacity(graph: Graph, plan: Node, width: Node) -> Node:

@@ -38,13 +38,23 @@ _MASK_FUNCTIONS = {
     torch.zeros,
     torch.ones,
     torch.full,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
     torch.where,
+    torch.tril,
+    torch.triu,
+    torch.logical_and,
+    torch.logical_or,
+    torch.logical_not,
+    torch.sym_sum,
     operator.getitem,
     *(getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "invert")),
     *_ARITHMETIC,
 }
 _MASK_METHODS = {
-    *("unsqueeze", "expand", "view", "reshape", "to", "bool", "masked_fill", "logical_not"),
+    *("unsqueeze", "expand", "view", "reshape", "to", "bool", "masked_fill", "logical_not", "size", "float"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "tril", "triu", "type_as", "expand_as", "view_as", "repeat", "contiguous"),
     *_ARITHMETIC_METHODS,
 }
 

@@ -68,6 +68,7 @@ def attention(
             softcap,
             sinks,
             row_start=plan.row_start if plan.static else None,
+            hidden=plan.hidden,
             shared_prefix=plan.shared_prefix,
         )
     if plan.static and dense is not None and not (q.shape[2] == 1 and plan.chunks is not None):

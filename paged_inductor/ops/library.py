@@ -57,6 +57,7 @@ def attention(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     row_start: int | None = None,
+    hidden: Tensor | None = None,
     shared_prefix: int = 0,
 ) -> Tensor:
     """Attention of q [B, H_q, Q, D] over paged keys and values; see `kernels.attention`. Packed arenas have scales of
@@ -66,7 +67,7 @@ def attention(
         v_arena, v_scales = unpack(v_arena)
     variant = {"causal_offset": causal_offset, "window": window, "mask": mask, "softcap": softcap, "sinks": sinks}
     variant |= {"chunk": chunk, "slopes": slopes, "k_scales": k_scales, "v_scales": v_scales}
-    variant |= {"row_start": row_start, "shared_prefix": shared_prefix}
+    variant |= {"row_start": row_start, "hidden": hidden, "shared_prefix": shared_prefix}
     pages = (k_arena, v_arena, block_table, seq_lens, kv_len)
     if uses_kernels(q.device):
         return kernels.attention(q, *pages, scale=scale, **variant, deterministic=config().deterministic)
@@ -92,6 +93,7 @@ def _(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     row_start: int | None = None,
+    hidden: Tensor | None = None,
     shared_prefix: int = 0,
 ) -> Tensor:
     return q.new_empty((*q.shape[:3], head_dim(v_arena)))

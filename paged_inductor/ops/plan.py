@@ -43,8 +43,9 @@ class StepPlan(NamedTuple):
     block_size: tokens per block. chunks: for decode on the CPU, else None. bounded: the chunks hold only what a causal
     bound and a window let one query see (`plan_window`). static: the rows are the first `extent` of `kv_len` positions
     of a buffer, and the others are zeros (`plan_static`); their first token is at position `row_start` (below 0: the
-    buffer does not show it any more). shared_prefix: so many first tokens are in the same blocks in
-    all rows (`runtime.sharing`), and kernels read them once.
+    buffer does not show it any more). shared_prefix: so many first tokens are in the same blocks in all rows
+    (`runtime.sharing`), and kernels read them once. hidden: int32 [B], how many first tokens of each row are not seen,
+    where kv_len does not say it; for kernels only.
     """
 
     block_table: Tensor
@@ -58,6 +59,7 @@ class StepPlan(NamedTuple):
     extent: Size = 0
     row_start: Size = 0
     shared_prefix: Size = 0
+    hidden: Tensor | None = None
 
 
 class MaskPlan(NamedTuple):
@@ -81,16 +83,19 @@ def plan_step(
     num_chunks: Size = 0,
     row_chunks: Size = 0,
     shared_prefix: Size = 0,
+    hidden: Tensor | None = None,
 ) -> StepPlan:
     """The plan of a step; see `StepPlan`.
 
     num_chunks, row_chunks: at least the number of chunks of all rows, and of the longest row; 0 for no work list. The
-    table is then a whole number of chunks wide.
+    table is then a whole number of chunks wide. shared_prefix, hidden: see `StepPlan`.
     """
     chunks = None
     if not (isinstance(num_chunks, int) and num_chunks == 0) and block_table.device.type == "cpu":
         chunks = _chunks(block_table, seq_lens, kv_len, block_size, num_chunks, row_chunks)
-    return StepPlan(block_table, seq_lens, kv_len, new_tokens, block_size, chunks, shared_prefix=shared_prefix)
+    return StepPlan(
+        block_table, seq_lens, kv_len, new_tokens, block_size, chunks, shared_prefix=shared_prefix, hidden=hidden
+    )
 
 
 def plan_window(plan: StepPlan, causal_offset: Size, window: Size | None) -> StepPlan:

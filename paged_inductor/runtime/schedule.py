@@ -37,6 +37,8 @@ class Schedule:
     __slots__ = (
         "_block_size",
         "_device",
+        "_hidden",
+        "_hides",
         "_lens",
         "_table",
         "_width",
@@ -60,6 +62,8 @@ class Schedule:
             tables = [[coming.get(block, block) for block in blocks] for blocks in tables]
         self._layout(tables, max(map(len, tables), default=0))
         self.seq_lens = self._tensor(self._lens)
+        self._hides = array("i", [0]) * len(self._lens)
+        self._hidden: torch.Tensor | None = None
         self._count_chunks()
         layer_bytes = 2 * group.token_bytes // len(group.sites)  # K and V
         self.shared_prefix = sharing.tokens(tables, view.lengths, group.block_size, layer_bytes)
@@ -106,6 +110,14 @@ class Schedule:
         sent = self._send(torch.empty(len(places), dtype=torch.int64, device=self._device), places)
         where, what = sent.view(2, -1)
         self.block_table.view(-1).index_copy_(0, where, what.to(torch.int32))
+
+    def hidden(self, shown: int) -> torch.Tensor:
+        """How many of each row's first tokens are not seen, if `shown` are: int32 [B], on the group's device."""
+        hides = array("i", [max(0, length - shown) for length in self._lens])
+        if self._hidden is None or hides != self._hides:
+            self._hides[:] = hides
+            self._hidden = self._tensor(hides) if self._hidden is None else self._send(self._hidden, hides)
+        return self._hidden
 
     def blocks(self, row: int) -> Sequence[int]:
         """A row's table entries, the spare ones included."""

@@ -150,7 +150,7 @@ def _cropped(cache: Any, count: int, sequence_dim: int) -> Any:
 def _in_place(cache: Any, name: str, argument: Any) -> Any:
     try:
         getattr(cache, name)(argument)
-    except (AttributeError, NotImplementedError, ValueError) as error:
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CacheOperationError(f"{type(cache).__name__}.{name}({argument}): {error}") from error
     return cache
 

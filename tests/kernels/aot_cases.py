@@ -39,6 +39,7 @@ class Case:
     row_start: int | None = None
     v_in_k: bool = False
     shared_prefix: int = 0
+    held: bool = False
 
     def problem(self) -> AttentionProblem:
         blocks = KV_LEN // self.block_size
@@ -66,6 +67,7 @@ class Case:
             k_scales=scales,
             v_scales=scales,
             row_start=self.row_start,
+            hidden=torch.zeros(BATCH, dtype=torch.int32) if self.held else None,
             shared_prefix=self.shared_prefix,
         )
 
@@ -88,6 +90,7 @@ DECODE = [
     Case("gqa_d80_int8", q_len=1, head_dim=80, group=4, stored=INT8),
     Case("gqa_d112_fp8", q_len=1, head_dim=112, group=4, stored=FP8),
     Case("gqa_d128_shared", q_len=1, head_dim=128, group=4, shared_prefix=2048),
+    Case("gqa_d128_held", q_len=1, head_dim=128, group=4, held=True),
     Case("gqa_d128_chunk", q_len=1, head_dim=128, group=5, chunk=2048),
     Case("mha_d80_alibi", q_len=1, head_dim=80, group=1, alibi=True),
     Case("gqa_d64_static", q_len=1, head_dim=64, group=3, causal=False, mask=torch.bool, row_start=0),

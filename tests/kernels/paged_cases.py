@@ -218,9 +218,15 @@ def variants(draw: st.DrawFn, q: Tensor, batch: PagedBatch) -> dict[str, Any]:
     """All that an attention call takes after q and the pages' tensors, by name."""
     kv_len = batch.kv_len
     limits: dict[str, Any] = {"scale": 0.3, **batch.scales}
+    hides = (batch.seq_lens - kv_len).clamp(min=0)  # tokens that nobody may see
+    if draw(st.sampled_from([False, False, True])):
+        more = [min(int(n), int(h) + draw(st.integers(0, 5))) for n, h in zip(batch.seq_lens, hides)]
+        limits["hidden"] = torch.tensor(more, dtype=torch.int32)
+        room = batch.block_table.shape[1] * batch.k_arena.shape[2]
+        kv_len = draw(st.sampled_from([kv_len, (kv_len + room) // 2, room]))
     unwritten = draw(st.sampled_from([None, None, None, -3, 0, 5, 23]))
     if unwritten is not None:
-        hidden = max(0, *(batch.seq_lens - kv_len).tolist())  # tokens that nobody may see
+        hidden = max(hides.tolist(), default=0)
         limits["row_start"] = draw(st.sampled_from([0, 0, -3, 0 if hidden else 4])) - hidden
         kv_len = max(1, kv_len + limits["row_start"] + unwritten)
     limits["kv_len"] = kv_len

@@ -62,6 +62,8 @@ BAD_ATTENTION = [
     ({"slopes": torch.ones(4).int()}, KernelTypeError, "slopes has dtype torch.int32"),
     ({"row_start": 2**31}, KernelInputError, "row_start is 2147483648; allowed: -"),
     ({"row_start": 0, "kv_len": 0}, KernelInputError, "kv_len is 0; allowed: 1 to"),
+    ({"hidden": torch.zeros(3, dtype=torch.int32)}, KernelInputError, "hidden has batch size 3, seq_lens has 2"),
+    ({"hidden": torch.zeros(2)}, KernelTypeError, "hidden has dtype torch.float32"),
     ({"shared_prefix": 12}, KernelInputError, "shared_prefix is 12; allowed: multiples of the block size 8"),
     ({"shared_prefix": 24}, KernelInputError, "shared_prefix is 24; allowed: 0 to 16"),
     ({"k_scales": torch.ones(7, 2, 8)}, KernelInputError, "k_scales are given for an arena of torch.float32"),

@@ -28,9 +28,9 @@ def _placed(dense: Tensor, lens: list[int], starts: list[int], kv_len: int) -> T
     """The rows of a left padded tensor with their tokens from `starts` on, in `kv_len` positions of zeros."""
     placed = dense.new_zeros(*dense.shape[:2], kv_len, dense.shape[3])
     for row, (length, start) in enumerate(zip(lens, starts)):
-        first, stop = max(0, start), min(kv_len, start + length)
+        shift = dense.shape[2] - length - start
+        first, stop = max(0, start, -shift), min(kv_len, start + length)
         if first < stop:
-            shift = dense.shape[2] - length - start
             placed[row, :, first:stop] = dense[row, :, first + shift : stop + shift]
     return placed
 
@@ -47,6 +47,7 @@ def dense_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     row_start: int | None = None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """The interface's sentence, one query at a time, in float64."""
     out = torch.zeros(*q.shape[:3], batch.v.shape[3], dtype=torch.float64)
@@ -66,6 +67,8 @@ def dense_attention(
         if slopes is not None:
             scores += slopes[h].double() * (keys - position)
         visible = (keys >= start) & (keys < start + lens[b]) if mask is None else keys >= 0
+        if hidden is not None and hidden[b] > 0:
+            visible &= keys >= start + hidden[b]
         if causal_offset is not None:
             visible &= keys <= position
         if window is not None:

@@ -316,6 +316,28 @@ def test_caches_of_an_encoder_are_read(kind: str, calls: list[tuple[Any, ...]]) 
     assert recordings[1] == recordings[-1]
 
 
+class Sliding(Decoder):
+    """Keeps the last tokens only, and sees all that it kept."""
+
+    def forward(self, tokens: Tensor, past: Any = None, padding: Tensor | None = None) -> Any:
+        logits, presents = super().forward(tokens, past, padding)
+        return logits, [(k[:, :, -9:], v[:, :, -9:]) for k, v in presents]
+
+
+def test_what_a_window_dropped_is_not_seen_again(calls: list[tuple[Any, ...]]) -> None:
+    """Rows hold tokens that their cache does not show any more; without a mask, only its length says so."""
+    torch.manual_seed(6)
+    model = Sliding(SMALL, layers=1)
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    past, own = None, None
+    with torch.no_grad():
+        for tokens in torch.randint(0, 61, (2, 44)).split((4, *[1] * 40), 1):
+            logits, past = step(tokens, past)
+            expected, own = model(tokens, own)
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert len(calls) >= 38 and stats().graph_recordings <= 2 + stats().arena_growths
+
+
 class Counting(Decoder):
     """Returns how many tokens it has seen, too."""
 
@@ -349,7 +371,7 @@ def test_arenas_and_lengths_are_static_for_inductor(monkeypatch: pytest.MonkeyPa
 
     def inner(gm: torch.fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         static = [examples[i] for i in options["static_input_idxs"]]
-        assert [x.dim() for x in examples if isinstance(x, Tensor) and x.dtype == torch.int32] == [2, 1]
+        assert [x.dim() for x in examples if isinstance(x, Tensor) and x.dtype == torch.int32] == [2, 1, 1]
         arenas = [x for x in static if x.dim() == 4]
         lengths = [x for x in static if x.dim() == 0]
         raise Found(len(arenas), len(lengths), len([x for x in static if x.dtype == torch.int32]))

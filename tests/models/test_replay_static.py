@@ -14,6 +14,7 @@ from paged_inductor import PagedTensor, positions, stats
 
 from . import static_zoo
 from .replaying import MODE, addresses, changes
+from .small_transformers import small
 from .static_zoo import StaticForm
 
 pytestmark = pytest.mark.usefixtures("kernels_serve")
@@ -128,27 +129,13 @@ def test_a_mask_as_long_as_what_was_written(calls: list[tuple[Any, ...]]) -> Non
     assert len(integers(calls)) <= 1 + stats().arena_growths
 
 
-def small(kind: str) -> Any:
-    """A model of transformers of two layers, with weights so large that its tokens vary."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 12}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, pad_token_id=0))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval().requires_grad_(False)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_a_static_cache_of_transformers(kind: str, padded: bool, calls: list[tuple[Any, ...]]) -> None:
     """Full buffers, buffers that slide once they are full, and both in one model."""
     from transformers import StaticCache
 
-    model = small(kind)
+    model = small(kind, **({} if kind == "llama" else {"sliding_window": 12}))
     prompt = torch.randint(3, 97, (2, 7))
     mask = torch.ones_like(prompt)
     mask[1, : 3 * padded] = 0

@@ -16,6 +16,7 @@ from torch import nn
 import paged_inductor
 from paged_inductor import ConfigurationError, MissingExtraError, testing
 from paged_inductor.testing import Crop, Feed, Fork, FuzzFailure, Greedy, Loop, Reorder, Repeat, fuzz, replay
+from paged_inductor.testing.player import CacheOperationError, _in_place
 
 from ..models.test_windows import MODELS
 from ..models.zoo import Decoder, Form
@@ -152,3 +153,14 @@ def test_strategies_draw_what_they_say(data: st.DataObject) -> None:
 def test_smallest_examples() -> None:
     assert find(testing.prompts(5), lambda _: True) == (0,)
     assert find(testing.batches(5), lambda batch: len(batch) == 2) == ((0,), (0,))
+
+
+def test_a_cache_that_refuses_an_operation_is_passed_over() -> None:
+    """As a window of transformers that is full, which cannot be cropped."""
+
+    class Full:
+        def crop(self, length: int) -> None:
+            raise RuntimeError("the window is full")
+
+    with pytest.raises(CacheOperationError, match=r"Full\.crop\(3\): the window is full"):
+        _in_place(Full(), "crop", 3)
