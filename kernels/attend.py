@@ -174,10 +174,10 @@ def attend_packed(
             begin = tl.where(hidden > 0, tl.maximum(begin, hidden), begin)
 
     acc = tl.zeros([TILE_M, WORDS], dtype=tl.float32)
-    odd_acc = None
+    row_sum = tl.zeros([TILE_M], dtype=tl.float32)
+    odd_acc = row_sum  # of no use; Triton 3.6 does not let a function return None
     if V_PAIRS:
         odd_acc = tl.zeros([TILE_M, WORDS], dtype=tl.float32)
-    row_sum = tl.zeros([TILE_M], dtype=tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
     if HAS_SINKS:  # a key of weight exp(sink) and no value, which the first split has seen
         sinks = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32)  # [TILE_M]
