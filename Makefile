@@ -26,6 +26,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile \
+		--no-deps --target $(VENV)/triton-oldest 'triton==3.6.*'
 	@touch $@
 
 # Without their dependencies: litgpt and torchtune ask for versions of others that are not needed to build a model.

@@ -13,14 +13,21 @@ from paged_inductor.kernels import aot
 
 ROOT = Path(__file__).parents[2]
 MINUTES = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "fuzz", reason="takes minutes: make kernels")
+OLDEST = Path(sys.prefix) / "triton-oldest"  # the lower bound of pyproject.toml, beside the one in use
 Compiled = dict[str, dict[str, Any]]
 
 
-def compile_cases(target: str, option: str = "") -> Compiled:
+def compiling(triton: Path | None = None) -> dict[str, str]:
+    """The environment of a process that compiles kernels; triton: a folder to import it from."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    folders = [*([str(triton)] if triton else []), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return environment | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+def compile_cases(target: str, option: str = "", triton: Path | None = None) -> Compiled:
+    """What the launches of `aot_cases` take of a target."""
     command = [sys.executable, str(Path(__file__).with_name("aot_cases.py")), target, option]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, env=compiling(triton), capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 
@@ -66,6 +73,14 @@ def test_some_static_choices(target: str) -> None:
     assert_lean(compiled, target)
     if target != "gfx942":  # whose int8 pages come in words, for want of an instruction that turns bytes round
         assert_wide_loads(compiled)
+
+
+@pytest.mark.skipif(not OLDEST.exists(), reason="make env installs it")
+def test_some_static_choices_with_the_oldest_triton() -> None:
+    version = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    found = subprocess.run(version, env=compiling(OLDEST), capture_output=True, text=True, check=True).stdout
+    assert found.startswith("3.6.")
+    assert_lean(compile_cases("sm_90", "few", OLDEST), "sm_90")
 
 
 @MINUTES

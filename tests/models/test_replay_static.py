@@ -157,7 +157,7 @@ class Rolling(torch.nn.Module):
         super().__init__()
         self.k, self.v = torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 8, 16)
 
-    def forward(self, x: Tensor, at: Tensor, mask: Tensor, rolls: bool) -> Tensor:
+    def forward(self, x: Tensor, at: Tensor, mask: Tensor | None, rolls: bool) -> Tensor:
         for cache, new in ((self.k, x.cos()), (self.v, x.sin())):
             if rolls:
                 moved = cache.roll(-1, 2)
@@ -165,10 +165,13 @@ class Rolling(torch.nn.Module):
                 cache.copy_(moved)
             else:
                 cache.index_copy_(2, at, new)
+        if mask is None and not rolls:
+            mask = torch.arange(8) <= at[:, None]
         return torch.nn.functional.scaled_dot_product_attention(x, self.k, self.v, mask)
 
 
-def test_a_buffer_that_rolled_is_written_in_its_midst(calls: list[tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_a_buffer_that_rolled_is_written_in_its_midst(given: bool, calls: list[tuple[Any, ...]]) -> None:
     """Its rows hold tokens that it does not show any more: positions count from the first that it does."""
     torch.manual_seed(4)
     model, own = Rolling(), Rolling()
@@ -178,7 +181,7 @@ def test_a_buffer_that_rolled_is_written_in_its_midst(calls: list[tuple[Any, ...
     with torch.no_grad():
         for at in (0, 1, 2, 3, 4, 5, 6, 7, -1, -1, -1, 2, 3, -1, 5):
             x = torch.randn(2, 2, 1, 16)
-            hides = mask if at == -1 or len(calls) > 8 else torch.arange(8).view(1, 1, 1, 8) <= at
+            hides = None if not given else mask if at == -1 or len(calls) > 8 else torch.arange(8).view(1, 1, 1, 8) <= at
             got, want = (f(x, torch.tensor([at]), hides, at == -1) for f in (step, own))
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(model.k, own.k)
