@@ -181,7 +181,8 @@ def test_a_buffer_that_rolled_is_written_in_its_midst(given: bool, calls: list[t
     with torch.no_grad():
         for at in (0, 1, 2, 3, 4, 5, 6, 7, -1, -1, -1, 2, 3, -1, 5):
             x = torch.randn(2, 2, 1, 16)
-            hides = None if not given else mask if at == -1 or len(calls) > 8 else torch.arange(8).view(1, 1, 1, 8) <= at
+            so_far = torch.arange(8).view(1, 1, 1, 8) <= at
+            hides = None if not given else mask if at == -1 or len(calls) > 8 else so_far
             got, want = (f(x, torch.tensor([at]), hides, at == -1) for f in (step, own))
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(model.k, own.k)
