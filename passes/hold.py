@@ -3,8 +3,9 @@
 A CUDA graph repeats its launches with the arguments that they were recorded with. A decode step has one argument that
 differs from call to call: the cache's length, as an integer. This pass leaves no launch that depends on it:
 
-- attention over whole rows counts keys from the end of the *table* instead of the end of the longest row, which means
-  the same, because rows are virtually left padded anyway, and changes only when the table grows;
+- attention over whole rows counts keys from the end of the *table* instead of the end of the longest row. That changes
+  only when the table grows, and means the same: rows are virtually left padded anyway, and a tensor says how many of
+  their first tokens a window hides;
 - mask tensors that are made of the step's inputs are made before the step (`held_masks`);
 - positions, `arange(length, length + n)` and sums with the length, are computed from a tensor that holds it, and rows
   of tables, `cos[length : length + n]`, are looked up there.
@@ -29,15 +30,16 @@ from torch.fx import Graph, Node
 from .. import ops
 from .base import CacheGroupSites, GraphState, HeldInput, Pass
 from .held_masks import MaskProgram, buffer_length, inputs_written, masks_to_hold
-from .length_uses import LengthUses, NotHeld, drop_masks, find_uses, mentions, range_length
+from .held_numbers import WRITTEN, drop_unread, plain_numbers, return_numbers
+from .length_uses import LengthUses, NotHeld, find_uses, range_length
 from .prune import prune
 from .symbols import fake_like, size_node
-from .tensors import expr, is_call, is_tensor, shape
+from .tensors import expr, is_call, shape
+from .unread_masks import drop_masks
 
 __all__ = ["HoldLengths"]
 
 MOST_TOKENS = 16  # of a step; the kernels for decode take as many
-WRITTEN = ("extent", "written")  # inputs of static caches: lengths
 
 
 class HoldLengths(Pass):
@@ -74,14 +76,14 @@ class HoldLengths(Pass):
                 symbols |= expr(new.node.meta["example_value"]).free_symbols
         if not symbols and not all(map(_is_steady, state.groups)):
             return  # captured for one length only: runs once
-        symbols |= _plain_numbers(state)
+        symbols |= plain_numbers(state)
         drop_masks(graph)
         masks = masks_to_hold(state, symbols)
         self._replace(state, find_uses(state, symbols, masks), masks)
 
     def _replace(self, state: GraphState, found: LengthUses, masks: Mapping[Node, MaskProgram]) -> None:
         graph = state.gm.graph
-        _return_numbers(state, found)
+        return_numbers(state, found.numbers)
         self._replace_masks(state, masks)
         groups = {node: _group_of(state, node) for node in graph.nodes if is_call(node, (ops.plan_step,))}
         widths = {group: self._sizes(state, group) for group in dict.fromkeys(groups.values())}
@@ -130,7 +132,7 @@ class HoldLengths(Pass):
             row.node.replace_all_uses_with(part)
             graph.erase_node(row.node)
         prune(graph)
-        self._drop_numbers(state)
+        drop_unread(state)
         state.written = inputs_written(state)
         state.gm.recompile()
 
@@ -217,49 +219,6 @@ class HoldLengths(Pass):
         node._dynamo_source = ConstantSource(node.name)  # type: ignore[attr-defined]  # AOTAutograd demands one
         state.held.append(HeldInput(kind, index, node, make))
         return node
-
-    @staticmethod
-    def _drop_numbers(state: GraphState) -> None:
-        """Integers that nothing reads any more must not be inputs: a recording is made for each of their values."""
-        for node in state.placeholders:  # tensors as long as the cache, which masks were made of
-            unread = node in state.captured and node not in state.inputs and not node.users
-            if unread and is_tensor(node) and any(isinstance(size, SymInt) for size in shape(node)):
-                state.dropped.add(node.name)
-                state.gm.graph.erase_node(node)
-        unread_inputs = [new for new in state.new_inputs if new.kind in WRITTEN and not new.node.users]
-        for new in unread_inputs:
-            state.new_inputs.remove(new)
-            state.gm.graph.erase_node(new.node)
-        for node in state.placeholders:
-            value = node.meta.get("example_value")
-            if isinstance(value, SymInt) and not node.users and node in state.captured:
-                others = [other.meta.get("example_value") for other in state.placeholders if other is not node]
-                if not any(isinstance(other, torch.Tensor) and mentions(other, {expr(value)}) for other in others):
-                    state.dropped.add(node.name)
-                    state.gm.graph.erase_node(node)
-
-
-def _return_numbers(state: GraphState, found: LengthUses) -> None:
-    """Numbers made of the length are returned by the host: it has the length."""
-    output = state.gm.graph.output_node()
-    kept: list[object] = []
-    positions: list[int] = []
-    for position, node in zip(state.dense_outputs, state.outputs):
-        if isinstance(node, Node) and node in found.numbers:
-            state.host_outputs[position] = node.meta["example_value"]
-        else:
-            positions.append(position)
-            kept.append(node)
-    state.dense_outputs = positions
-    output.args = (tuple(kept),)  # type: ignore[assignment]
-
-
-def _plain_numbers(state: GraphState) -> set[sympy.Basic]:
-    """Integer inputs that are no size of a tensor: lengths by another name, as a count of the tokens seen."""
-    values = [node.meta.get("example_value") for node in state.captured]
-    numbers = {symbol for value in values if isinstance(value, SymInt) for symbol in expr(value).free_symbols}
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return {number for number in numbers if not any(mentions(value, {number}) for value in tensors)}
 
 
 def _is_steady(group: CacheGroupSites) -> bool:

@@ -18,7 +18,7 @@ from .base import GraphState
 from .held_masks import MaskProgram
 from .tensors import expr, is_call, is_tensor, shape
 
-__all__ = ["Bound", "LengthUses", "NotHeld", "Rows", "drop_masks", "find_uses", "mentions", "range_length"]
+__all__ = ["Bound", "LengthUses", "NotHeld", "Rows", "find_uses", "mentions", "range_length"]
 
 _ARITHMETIC = {
     operator.add: operator.add,
@@ -31,32 +31,6 @@ _ARITHMETIC = {
 _ARITHMETIC_METHODS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 _ON_TENSORS = (operator.add, operator.sub, operator.mul, operator.floordiv)  # mean the same there as on numbers
 _ROUNDING = (torch.float16, torch.bfloat16)  # would round a tensor that holds the length, but not the number
-
-# What masks are made of; once a mask is proven, nothing reads it.
-_MASK_FUNCTIONS = {
-    torch.arange,
-    torch.zeros,
-    torch.ones,
-    torch.full,
-    torch.zeros_like,
-    torch.ones_like,
-    torch.full_like,
-    torch.where,
-    torch.tril,
-    torch.triu,
-    torch.logical_and,
-    torch.logical_or,
-    torch.logical_not,
-    torch.sym_sum,
-    operator.getitem,
-    *(getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "invert")),
-    *_ARITHMETIC,
-}
-_MASK_METHODS = {
-    *("unsqueeze", "expand", "view", "reshape", "to", "bool", "masked_fill", "logical_not", "size", "float"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "tril", "triu", "type_as", "expand_as", "view_as", "repeat", "contiguous"),
-    *_ARITHMETIC_METHODS,
-}
 
 
 class NotHeld(Exception):
@@ -253,15 +227,6 @@ def _is_arithmetic(number: Node) -> bool:
     if number.op == "placeholder":
         return True
     return number.target in _ON_TENSORS and all(map(_is_arithmetic, number.all_input_nodes))
-
-
-def drop_masks(graph: Graph) -> None:
-    """Erase unread results of operations that have no effect but their result."""
-    for node in reversed(graph.nodes):
-        functions = node.op == "call_function" and node.target in _MASK_FUNCTIONS
-        methods = node.op == "call_method" and node.target in _MASK_METHODS
-        if not node.users and (functions or methods) and "out" not in node.kwargs:
-            graph.erase_node(node)
 
 
 def mentions(value: torch.Tensor, symbols: set[Any]) -> bool:
