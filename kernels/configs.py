@@ -1,7 +1,7 @@
 """Launch configurations of the attention kernels, as data: the static choice first, then what tuning may try.
 
 An entry is (tile_m, tile_n, num_warps, num_buffers). The first one that survives pruning uses no local memory
-on sm_80 and sm_90; tests/kernels/test_kernel_aot.py holds this for representative problems.
+on any target; tests/kernels/test_kernel_aot.py holds this for representative problems.
 """
 
 import triton
@@ -19,18 +19,18 @@ SMALL: tuple[Entry, ...] = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 8, 2), (16,
 # keyed by (element bytes, widest head dim at most)
 PREFILL: dict[tuple[int, int], tuple[Entry, ...]] = {
     (4, 64): ((32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 2)),
-    (4, 128): ((16, 32, 8, 2), (32, 16, 4, 2)),
+    (4, 128): ((32, 16, 8, 2), (16, 16, 8, 2), (32, 16, 8, 1)),
     (4, 256): ((32, 16, 8, 2), (16, 32, 8, 2), (16, 16, 4, 2)),
     (2, 64): ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), *SMALL),
     (2, 128): ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2), *SMALL),
-    (2, 256): ((64, 32, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2), *SMALL),
+    (2, 256): ((64, 32, 8, 2), (64, 64, 8, 2), (128, 32, 8, 1), *SMALL),
     (4, 576): ((16, 16, 8, 1),),
     (2, 576): ((16, 32, 8, 1), (16, 16, 8, 1)),
 }
-PREFILL_MASK: tuple[Entry, ...] = ((64, 32, 8, 2), (64, 64, 8, 2), *SMALL)
+PREFILL_MASK: tuple[Entry, ...] = ((64, 32, 8, 2), (64, 64, 8, 1), *SMALL)
 # wgmma reads its operands from shared memory, which leaves registers for a wider tile
 PREFILL_WGMMA_128: tuple[Entry, ...] = ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), *SMALL)
-# before it, they come from registers; less is left where a tile's edges or its dtype need some, too
+# before it, they come from registers; less is left where a tile's edges need some, too
 PREFILL_MMA: dict[int, tuple[Entry, ...]] = {
     64: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), *SMALL),
     128: ((128, 32, 8, 2), (64, 64, 8, 2), *SMALL),
@@ -39,6 +39,13 @@ PREFILL_MMA: dict[int, tuple[Entry, ...]] = {
 PREFILL_MMA_EDGES: dict[int, tuple[Entry, ...]] = PREFILL_MMA | {
     64: ((64, 64, 8, 2), (64, 32, 4, 2), *SMALL),
     128: ((64, 64, 8, 2), (64, 32, 8, 2), *SMALL),
+}
+# tiles of 8 bits are converted in registers, of which Triton 3.6 takes more than later ones; keyed by the first
+# architecture, then by the widest head dim
+PREFILL_8BIT: dict[int, dict[int, tuple[Entry, ...]]] = {
+    80: {64: ((64, 32, 4, 2), (128, 32, 8, 2), *SMALL), 128: ((64, 32, 8, 1), *SMALL), 256: PREFILL_MMA[256]},
+    90: {64: PREFILL[2, 64], 128: ((128, 32, 8, 2), (64, 32, 4, 2), *SMALL), 256: PREFILL[2, 256]},
+    100: {64: ((128, 32, 8, 2), (64, 32, 4, 2), *SMALL), 128: ((128, 32, 8, 2), *SMALL), 256: PREFILL[2, 256]},
 }
 
 # (tile_n, num_warps, num_buffers); tile_m follows from the packed rows
@@ -65,11 +72,13 @@ def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[
     elif itemsize == 2 and widest <= 256:
         if problem.mask is not None:
             entries = PREFILL_MASK
+        elif problem.k_scales is not None and limits.arch:
+            space = PREFILL_8BIT[max(arch for arch in PREFILL_8BIT if arch <= max(80, limits.arch))]
+            entries = space[min(dim for dim in space if dim >= widest)]
         elif 64 < widest <= 128 and limits.arch == 90:
             entries = PREFILL_WGMMA_128
         elif 0 < limits.arch < 90:
-            edges = problem.window is not None or problem.chunk is not None or problem.k_scales is not None
-            space = PREFILL_MMA_EDGES if edges else PREFILL_MMA
+            space = PREFILL_MMA_EDGES if problem.window is not None or problem.chunk is not None else PREFILL_MMA
             entries = space[min(dim for dim in space if dim >= widest)]
         elif limits.arch == 0 and problem.k_scales is not None:
             entries = SMALL  # wider ones do not fit into registers

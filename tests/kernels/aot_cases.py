@@ -108,6 +108,7 @@ PREFILL = [
     Case("gqa_d64_sinks_bias", q_len=512, head_dim=64, group=8, causal=False, mask=torch.float32, sinks=True),
     Case("gqa_d256_softcap", q_len=512, head_dim=256, group=2, softcap=50.0),
     Case("gqa_d128_fp8", q_len=512, head_dim=128, group=4, stored=FP8),
+    Case("gqa_d128_int8", q_len=512, head_dim=128, group=4, stored=INT8),
     Case("gqa_d64_int8", q_len=512, head_dim=64, group=4, stored=INT8),
     Case("gqa_d128_chunk", q_len=512, head_dim=128, group=5, chunk=2048),
     Case("mha_d80_alibi", q_len=512, head_dim=80, group=1, alibi=True),
