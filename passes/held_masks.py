@@ -26,15 +26,6 @@ from .tensors import expr, is_call, is_tensor, shape
 __all__ = ["MaskProgram", "buffer_length", "inputs_written", "masks_to_hold"]
 
 _MOST_NODES = 200  # a mask that takes more is a model's work, not a mask's
-_OPERATIONS = (  # write to nothing, or to arenas only
-    ops.plan_step,
-    ops.plan_window,
-    ops.plan_mask,
-    ops.plan_static,
-    ops.attention,
-    ops.cache_write,
-    ops.gather,
-)
 
 
 @dataclass(frozen=True)
@@ -97,11 +88,7 @@ def buffer_length(state: GraphState, plan: Node) -> int:
 def inputs_written(state: GraphState) -> list[int]:
     """Positions of the inputs that a rewritten graph still has and writes to: counters of tokens."""
     writers, alive = Writers(state.gm.graph), set(state.placeholders)
-    return [
-        i
-        for i, node in enumerate(state.captured)
-        if node in alive and is_tensor(node) and any(w.target not in _OPERATIONS for w in writers.all_of([node]))
-    ]
+    return [i for i, node in enumerate(state.captured) if node in alive and is_tensor(node) and writers.of([node])]
 
 
 def _program(
@@ -115,15 +102,15 @@ def _program(
     """alike: the programs known so far, by their text: models make the same mask in every layer."""
     nodes = _ancestors(mask)
     grows = bool(expr(shape(mask)[-1]).free_symbols & symbols)
-    if not grows and not any(_depends(node, symbols) for node in nodes):
-        return None
+    if not grows and (shape(mask)[-1] == 1 or not any(_depends(node, symbols) for node in nodes)):
+        return None  # one value for all keys would show those in front of the row's first, too
     if len(nodes) > _MOST_NODES or any(node.is_impure() for node in nodes if node.op != "placeholder"):
         return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     names = [node.name for node in state.captured]
     if any(node not in state.captured or node in state.inputs for node in inputs):
         return None
-    if any(writer.target not in _OPERATIONS for writer in writers.all_of(filter(is_tensor, nodes))):
+    if writers.of(filter(is_tensor, nodes)):
         return None
     ordered = [node for node in state.gm.graph.nodes if node in nodes]
     text = _text(ordered)

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .. import ops
 from .base import GraphState
 from .held_masks import MaskProgram
+from .mask_effects import Writers
 from .tensors import expr, is_call, is_tensor, shape
 
 __all__ = ["Bound", "LengthUses", "NotHeld", "Rows", "find_uses", "mentions", "range_length"]
@@ -78,6 +79,7 @@ def find_uses(state: GraphState, symbols: set[sympy.Basic], held: Mapping[Node, 
     found = LengthUses()
     added = {new.node for new in state.new_inputs}
     elsewhere = _only_for(held)
+    writers = Writers(state.gm.graph)
     for node in state.gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder":
@@ -86,7 +88,7 @@ def find_uses(state: GraphState, symbols: set[sympy.Basic], held: Mapping[Node, 
             elif node not in added | elsewhere and is_tensor(node) and mentions(value, symbols):
                 raise NotHeld(f"the input {node.name} grows with the cache")
         elif node not in elsewhere and found.numbers & set(node.all_input_nodes):
-            _classify(node, found)
+            _classify(node, found, writers)
     _check_readers(state.gm.graph, found, held)
     return found
 
@@ -99,7 +101,7 @@ def _only_for(held: Mapping[Node, MaskProgram]) -> set[Node]:
     return nodes
 
 
-def _classify(node: Node, found: LengthUses) -> None:
+def _classify(node: Node, found: LengthUses, writers: Writers) -> None:
     """Find a place for a node that takes a number made of the length. Attention and its plans are `_check_readers`'."""
     if node.op == "output":
         return  # numbers are returned by the host
@@ -120,7 +122,7 @@ def _classify(node: Node, found: LengthUses) -> None:
             found.ranges.append(node)
             return
         rows = _rows(node, found.numbers)
-        if rows is not None:
+        if rows is not None and not writers.of([node]):  # a copy of the rows is not written to where the table is
             found.rows.append(rows)
             return
         operation = _operation(node)

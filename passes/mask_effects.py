@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from .. import ops
 from .tensors import is_tensor
 
 _INPLACE = (
@@ -23,6 +24,7 @@ _INPLACE = (
     *("isub", "itruediv", "ixor", "setitem"),
 )
 _INPLACE_OPERATORS = frozenset(getattr(operator, name) for name in _INPLACE)
+_PLANS = (ops.plan_step, ops.plan_window, ops.plan_mask, ops.plan_static, ops.arrived)
 _HOMES = (torch, torch._C._nn, F, torch.linalg, torch.special, torch.functional)
 
 
@@ -111,8 +113,12 @@ def _effects(node: Node) -> tuple[list[Node], list[Node]]:
             return (own if target is operator.getitem else []), []
         if target is getattr:
             return own, []
-        if target is torch.ops.higher_order.flex_attention:
+        if target in (torch.ops.higher_order.flex_attention, ops.attention, ops.gather):
             return [], []
+        if target is ops.cache_write:
+            return [], own
+        if target in _PLANS:
+            return everything, []
         if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return _of_schemas(node, _schemas(target))
         name = getattr(target, "__name__", "")

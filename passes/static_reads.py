@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from .base import AttentionSite
-from .symbols import size_node
+from .symbols import fake_like, size_node
 from .tensors import expr, same_size
 
 __all__ = ["StaticReads"]
@@ -85,7 +85,11 @@ def _explicit(graph: Graph, attention: AttentionSite, plans: dict[object, Node])
     key = ("mask", attention.is_causal, *map(expr, sizes))
     if key not in plans:
         size = tuple(size_node(graph, n) for n in sizes)
-        device = attention.query.meta["example_value"].device
-        mask = graph.call_function(torch.ones, (size,), {"dtype": torch.bool, "device": device})
-        plans[key] = graph.call_method("tril", (mask,)) if attention.is_causal else mask
+        query = attention.query.meta["example_value"]
+        made = [graph.call_function(torch.ones, (size,), {"dtype": torch.bool, "device": query.device})]
+        if attention.is_causal:
+            made.append(graph.call_method("tril", (made[0],)))
+        for node in made:
+            node.meta["example_value"] = fake_like(sizes, (sizes[1], 1), torch.bool, query.device, query.fake_mode)
+        plans[key] = made[-1]
     return plans[key]

@@ -433,11 +433,30 @@ def length_in_many_ways(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     return torch.nn.functional.scaled_dot_product_attention(y, k, v), (k, v)
 
 
+def one_value_for_all_keys(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """A mask of one value, which would show the keys in front of the row's first, too."""
+    seen = 0 if past is None else past[0].shape[2]
+    k, v = (x * 0.5, x * 2) if past is None else (torch.cat([past[0], x * 0.5], 2), torch.cat([past[1], x * 2], 2))
+    mask = (torch.arange(seen, seen + 1) * 0.1).view(1, 1)
+    return torch.nn.functional.scaled_dot_product_attention(x, k, v, mask), (k, v)
+
+
+def rows_that_are_written_to(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """A slice of a table, which changes with it."""
+    seen = 0 if past is None else past[0].shape[2]
+    table = torch.zeros(16, 16)
+    table[seen : seen + x.shape[2]].copy_(x[0, 0])
+    k, v = (x * 0.5, x * 2) if past is None else (torch.cat([past[0], x * 0.5], 2), torch.cat([past[1], x * 2], 2))
+    return torch.nn.functional.scaled_dot_product_attention(x + table.sum(0), k, v), (k, v)
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
         (cropped_by_top_left, "the causal bound of .* does not move"),
         (rounded_position, "needs the cache's length on the host"),
+        (one_value_for_all_keys, "is as long as the cache"),
+        (rows_that_are_written_to, "needs the cache's length on the host"),
         (length_in_many_ways, ""),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

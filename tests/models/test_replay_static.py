@@ -189,6 +189,39 @@ def test_a_buffer_that_rolled_is_written_in_its_midst(given: bool, calls: list[t
     assert len(calls) >= 13 and stats().dense_fallbacks == 0
 
 
+class Marked(torch.nn.Module):
+    """Positions are a tensor, and how much of the buffers is read a number; marks what was written."""
+
+    def __init__(self, marks: bool) -> None:
+        super().__init__()
+        self.k, self.v = torch.zeros(2, 2, 16, 16), torch.zeros(2, 2, 16, 16)
+        self.seen = torch.zeros(16, dtype=torch.bool)
+        self.marks = marks
+
+    def forward(self, x: Tensor, at: Tensor, stop: int) -> Tensor:
+        self.k.index_copy_(2, at, x.cos())
+        self.v.index_copy_(2, at, x.sin())
+        if self.marks:
+            self.seen[at] = True
+            return torch.nn.functional.scaled_dot_product_attention(x, self.k, self.v, self.seen[None])
+        return torch.nn.functional.scaled_dot_product_attention(x, self.k[:, :, :stop], self.v[:, :, :stop])
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_positions_in_tensors(marks: bool, calls: list[tuple[Any, ...]]) -> None:
+    """Without a mask, one is made; a mask that the step writes to stays in place, and nothing else has to."""
+    torch.manual_seed(5)
+    model, own = Marked(marks), Marked(marks)
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    with torch.no_grad():
+        for at in (range(5), *(range(i, i + 1) for i in (5, 6, 7, 8, 9, 6, 7, 10, 11))):
+            x = torch.randn(2, 2, len(at), 16)
+            got, want = (f(x, torch.tensor(at), at.stop) for f in (step, own))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.seen, own.seen)
+    assert len(calls) >= 8 and stats().graph_recordings <= 1 + stats().arena_growths
+
+
 def counted(x: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """The counter is an argument, and moved on here."""
     at = torch.arange(x.shape[2]) + seen
