@@ -124,7 +124,7 @@ def attend_packed(
     WORDS: tl.constexpr = TILE_DV // 2 if V_PAIRS else TILE_DV  # of a row of V
     dv_offs = tl.arange(0, WORDS)  # [WORDS]
     d_mask = (d_offs < HEAD_DIM)[:, None]  # [TILE_D, 1]
-    if V_PAIRS:  # of whole loads of 16 bytes, which the compiler does not know of such small strides
+    if V_PAIRS:  # multiples of 8 words already: this tells the compiler, which then loads 16 bytes at a time
         v_arena_block_stride = v_arena_block_stride // 8 * 8
         v_arena_head_stride = v_arena_head_stride // 8 * 8
         v_arena_slot_stride = v_arena_slot_stride // 8 * 8

@@ -1,8 +1,10 @@
 """Steps that are recorded once and replayed (`mode="reduce-overhead"`): their lengths, and how often they are recorded.
 
 Inductor's CUDA graph trees record a step per set of integer inputs and of addresses of static inputs. Static are the
-arenas and the tensors that hold lengths; block tables and row lengths are copied into the recording's own buffers
-before every replay. So a step is recorded again only when an arena or a table has grown, or the batch size changed.
+arenas, the tensors that hold lengths, and inputs that the step writes to; block tables and row lengths are copied into
+the recording's own buffers before every replay. So a step is recorded again only when an arena or a table has grown,
+when the batch size, the shared prefix or the position of a buffer's first token changed, or when what it writes to is
+another tensor.
 """
 
 from __future__ import annotations
@@ -76,5 +78,6 @@ class Replay:
         sizes = [value for value in inputs if isinstance(value, int)]
         key = (*places, *sizes)
         if key not in self._recorded:
-            self._recorded.add(key)
-            manager().counters.graph_recordings += 1
+            with manager().locked():
+                manager().counters.graph_recordings += key not in self._recorded
+                self._recorded.add(key)

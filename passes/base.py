@@ -214,7 +214,8 @@ class GraphState:
     held: inputs that took the place of the cache's length, after all others (see `hold`); dropped: inputs that are none
     any more: integers, and what held masks are made of; host_outputs: numbers that the rewritten graph does not return
     either, by position: the caller computes them from the inputs; not_held: why a step still depends on the length;
-    written: positions of the inputs that a step with held inputs writes to, beside its arenas.
+    written: positions of the inputs that a step with held inputs writes to, beside its arenas: unless they stay in
+    place, Inductor records no such step.
     captured: the inputs as captured. history: one result per pass.
     """
 
@@ -248,6 +249,10 @@ class GraphState:
     def outputs(self) -> tuple[object, ...]:
         """What the graph returns: nodes and constants."""
         return tuple(self.gm.graph.output_node().args[0])
+
+    def group_of(self, table: object) -> int:
+        """The group whose block table an input is."""
+        return next(new.group for new in self.new_inputs if new.node is table)
 
     def site_of(self, node: Node) -> CacheSite | None:
         """The site whose old and new tokens `node` holds, if there is one."""
@@ -311,7 +316,8 @@ class HeldInput:
     kind: "length": an int64 tensor of no dimensions that holds the captured integer input at position `index`; "width"
     and "blocks": the integers that are the table's width and the arenas' number of blocks, of group `index`; "hidden":
     int32 [B], how many of each row's first tokens are not seen, of group `index`; "mask": a mask as long as the table
-    of group `index`, which `make(arguments, tokens that the table has room for)` returns.
+    of group `index`, or as the buffer whose first positions are read, or as it was, which `make(arguments, tokens that
+    the table has room for)` returns.
     """
 
     kind: str

@@ -30,8 +30,11 @@ _MOST_NODES = 200  # a mask that takes more is a model's work, not a mask's
 
 @dataclass(frozen=True)
 class MaskProgram:
-    """What makes a mask. grows: it is as long as the cache. positions: of its arguments among those of the step. nodes:
-    of the graph it was taken from. buffer: the length of the buffer whose first positions are seen; 0 if there is none.
+    """What makes a mask.
+
+    grows: it is as long as the cache, or as what is read of a buffer. positions: of its arguments among those of the
+    step. nodes: of the graph it was taken from. buffer: the length of the buffer whose first positions are seen; 0 if
+    there is none.
     """
 
     run: Callable[..., Tensor]
@@ -61,6 +64,7 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
     made: dict[tuple[Node, int], MaskProgram | None] = {}
     alike: dict[str, Callable[..., Tensor]] = {}
     writers: Writers | None = None
+    cast = _autocast(state.gm.graph)
     for node in state.gm.graph.nodes:
         if not is_call(node, (ops.plan_mask,)):
             continue
@@ -70,7 +74,7 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
             writers = writers or Writers(state.gm.graph)
             made[mask, buffer] = _program(state, mask, symbols, writers, buffer, alike)
         program = made[mask, buffer]
-        if program is not None:
+        if program is not None and not program.nodes & cast:
             found[node] = program
     return found
 
@@ -80,7 +84,7 @@ def buffer_length(state: GraphState, plan: Node) -> int:
     if not is_call(plan, (ops.plan_static,)):
         return 0
     table = plan.all_input_nodes[0].args[0]
-    group = next(new.group for new in state.new_inputs if new.node is table)
+    group = state.group_of(table)
     length = state.groups[group].sites[0].size("S")
     return length if isinstance(length, int) else 0
 
@@ -89,6 +93,19 @@ def inputs_written(state: GraphState) -> list[int]:
     """Positions of the inputs that a rewritten graph still has and writes to: counters of tokens."""
     writers, alive = Writers(state.gm.graph), set(state.placeholders)
     return [i for i, node in enumerate(state.captured) if node in alive and is_tensor(node) and writers.of([node])]
+
+
+def _autocast(graph: Graph) -> set[Node]:
+    """The nodes in regions that cast by themselves, which a program would leave."""
+    depth, inside = 0, set()
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._exit_autocast:
+            depth -= 1
+        if depth and node.op != "placeholder":
+            inside.add(node)
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            depth += 1
+    return inside
 
 
 def _program(

@@ -44,7 +44,8 @@ MOST_TOKENS = 16  # of a step; the kernels for decode take as many
 
 class HoldLengths(Pass):
     """See the module. Does nothing where a step depends on the length in another way, and then says why in
-    `state.not_held`; only steps that append a fixed number of tokens, and few, are looked at."""
+    `state.not_held`; only steps that add a fixed number of tokens to their caches, at most `MOST_TOKENS`, are looked
+    at."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._mode = fake_mode
@@ -85,7 +86,7 @@ class HoldLengths(Pass):
         graph = state.gm.graph
         return_numbers(state, found.numbers)
         self._replace_masks(state, masks)
-        groups = {node: _group_of(state, node) for node in graph.nodes if is_call(node, (ops.plan_step,))}
+        groups = {node: state.group_of(node.args[0]) for node in graph.nodes if is_call(node, (ops.plan_step,))}
         widths = {group: self._sizes(state, group) for group in dict.fromkeys(groups.values())}
         capacities = {plan: self._capacity(graph, plan, widths[groups[plan]]) for plan in found.plans}
         for bound in found.bounds:
@@ -108,9 +109,7 @@ class HoldLengths(Pass):
                 count = graph.call_function(torch.arange, (range_length(node),), dict(node.kwargs))
                 begin = self._tensor(state, start, _device(node), tensors)
                 total = graph.call_function(operator.add, (count, begin))
-            total.meta = dict(node.meta)
-            node.replace_all_uses_with(total)
-            graph.erase_node(node)
+            _put(total, node)
         for node, operation in found.sums:
             device = _device(node)
             with graph.inserting_before(node):
@@ -119,18 +118,14 @@ class HoldLengths(Pass):
                     for operand in node.args
                 ]
                 total = graph.call_function(operation, tuple(operands))
-            total.meta = dict(node.meta)
-            node.replace_all_uses_with(total)
-            graph.erase_node(node)
+            _put(total, node)
         for row in found.rows:
             with graph.inserting_before(row.node):
                 start = self._tensor(state, row.start, _device(row.node), tensors)
                 index = graph.call_function(torch.arange, (row.count,), {"device": _device(row.node)})
                 index = graph.call_function(operator.add, (index, start))
                 part = graph.call_function(torch.index_select, (row.node.args[0], row.dim, index))
-            part.meta = dict(row.node.meta)
-            row.node.replace_all_uses_with(part)
-            graph.erase_node(row.node)
+            _put(part, row.node)
         prune(graph)
         drop_unread(state)
         state.written = inputs_written(state)
@@ -146,7 +141,7 @@ class HoldLengths(Pass):
             while not is_call(plan, (ops.plan_step,)):  # a plan of bounds, made of the step's
                 plan = plan.all_input_nodes[0]
             table, block_size = plan.args[0], plan.args[4]
-            group = next(new.group for new in state.new_inputs if new.node is table)
+            group = state.group_of(table)
             if (program.run, group, program.buffer) not in inputs:
                 value = mask.meta["example_value"]
                 size = tuple(value.shape)
@@ -228,8 +223,11 @@ def _is_steady(group: CacheGroupSites) -> bool:
     return group.kind in ("slide", "read") or (bool(kept) and steady)
 
 
-def _group_of(state: GraphState, plan: Node) -> int:
-    return next(new.group for new in state.new_inputs if new.node is plan.args[0])
+def _put(node: Node, place: Node) -> None:
+    """Let a node take another's place."""
+    node.meta = dict(place.meta)
+    place.replace_all_uses_with(node)
+    place.graph.erase_node(place)
 
 
 def _device(node: Node) -> torch.device:

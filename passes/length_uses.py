@@ -122,7 +122,8 @@ def _classify(node: Node, found: LengthUses, writers: Writers) -> None:
             found.ranges.append(node)
             return
         rows = _rows(node, found.numbers)
-        if rows is not None and not writers.of([node]):  # a copy of the rows is not written to where the table is
+        returned = any(user.op == "output" for user in node.users)
+        if rows is not None and not returned and not writers.of([node]):  # a copy of the rows is not the table
             found.rows.append(rows)
             return
         operation = _operation(node)

@@ -42,10 +42,10 @@ class StepPlan(NamedTuple):
     new_tokens: how many tokens per row this step writes (0 when it only reads).
     block_size: tokens per block. chunks: for decode on the CPU, else None. bounded: the chunks hold only what a causal
     bound and a window let one query see (`plan_window`). static: the rows are the first `extent` of `kv_len` positions
-    of a buffer, and the others are zeros (`plan_static`); their first token is at position `row_start` (below 0: the
-    buffer does not show it any more). shared_prefix: so many first tokens are in the same blocks in all rows
-    (`runtime.sharing`), and kernels read them once. hidden: int32 [B], how many first tokens of each row are not seen,
-    where kv_len does not say it; for kernels only.
+    of a buffer, and the others are zeros (`plan_static`); formulas go by `extent`, kernels by the position of their
+    first token, `row_start` (below 0: the buffer does not show it any more). shared_prefix: so many first tokens are in
+    the same blocks in all rows (`runtime.sharing`), and kernels read them once. hidden: int32 [B], how many first
+    tokens of each row are not seen, where kv_len does not say it; for kernels only.
     """
 
     block_table: Tensor
@@ -118,8 +118,7 @@ def plan_window(plan: StepPlan, causal_offset: Size, window: Size | None) -> Ste
 def plan_static(plan: StepPlan, kv_len: Size, row_start: Size = 0) -> StepPlan:
     """The plan of reading the first `kv_len` positions of static buffers, of which `plan` has those that were written.
 
-    Attention with it needs a mask, which decides about the zeros in the unwritten ones. row_start: see `StepPlan`;
-    kernels go by it, formulas by `plan.kv_len`.
+    Attention with it needs a mask, which decides about the zeros in the unwritten ones. row_start: see `StepPlan`.
     """
     chunks = plan.chunks
     if chunks is not None:

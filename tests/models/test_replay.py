@@ -423,6 +423,14 @@ def rounded_position(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     return torch.nn.functional.scaled_dot_product_attention(y, k, v), (k, v)
 
 
+def bias_in_lower_precision(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """A mask that is made where products are rounded, which it would not be outside."""
+    k, v = (x * 0.5, x * 2) if past is None else (torch.cat([past[0], x * 0.5], 2), torch.cat([past[1], x * 2], 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        bias = torch.arange(k.shape[2]).float()[:, None] @ torch.full((1, 1), 0.0173)
+    return torch.nn.functional.scaled_dot_product_attention(x, k, v, bias.float().view(1, 1, 1, -1)), (k, v)
+
+
 def length_in_many_ways(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     """Sums, differences, products and quotients of tensors and the length, which can all be had from a tensor."""
     seen = 0 if past is None else past[0].shape[2]
@@ -455,6 +463,7 @@ def rows_that_are_written_to(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     [
         (cropped_by_top_left, "the causal bound of .* does not move"),
         (rounded_position, "needs the cache's length on the host"),
+        (bias_in_lower_precision, "needs the cache's length on the host"),
         (one_value_for_all_keys, "is as long as the cache"),
         (rows_that_are_written_to, "needs the cache's length on the host"),
         (length_in_many_ways, ""),
