@@ -253,6 +253,9 @@ class Rewrite(Pass):
         node.meta = dict(attention.node.meta)
         if attention.tiled:
             node = _regrouped(emit, node, heads, attention.tiled)
+        dtypes = [value.meta["example_value"].dtype for value in (query, attention.node)]
+        if dtypes[0] != dtypes[1]:  # autocast rounds what attention takes, and so what it returns
+            node = emit.method("to", node, dtypes[1])
         attention.node.replace_all_uses_with(node)
         graph.erase_node(attention.node)
         attention.node = node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -199,3 +201,23 @@ def test_every_block_size(block_size: int) -> None:
     tokens, past = generate(model, prompt, 20)
     assert torch.equal(tokens, expected)
     assert past[0][0]._view.group.block_size == block_size
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_autocast_gives_what_dense_attention_returns(count: int) -> None:
+    """Rounded, although queries and caches are not."""
+
+    def attend(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+        k, v = (
+            (x.cos(), x.sin()) if past is None else (torch.cat([past[0], x.cos()], 2), torch.cat([past[1], x.sin()], 2))
+        )
+        return torch.nn.functional.scaled_dot_product_attention(x, k, v), (k, v)
+
+    step = torch.compile(attend, backend="paged_inductor", options={"inner": "eager"})
+    past, own = None, None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for i in range(4):
+            x = torch.randn(1, 2, count if i else 6, 16)
+            (got, past), (want, own) = step(x, past), attend(x, own)
+            assert got.dtype == want.dtype == torch.bfloat16 and past[0].dtype == own[0].dtype == torch.float32
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
