@@ -207,10 +207,9 @@ def test_every_block_size(block_size: int) -> None:
 def test_autocast_gives_what_dense_attention_returns(count: int) -> None:
     """Rounded, although queries and caches are not."""
 
-    def attend(x: Tensor, past: Any) -> tuple[Tensor, Any]:
-        k, v = (
-            (x.cos(), x.sin()) if past is None else (torch.cat([past[0], x.cos()], 2), torch.cat([past[1], x.sin()], 2))
-        )
+    def attend(x: torch.Tensor, past: Any) -> tuple[torch.Tensor, Any]:
+        new = (x.cos(), x.sin())
+        k, v = new if past is None else (torch.cat(pair, 2) for pair in zip(past, new))
         return torch.nn.functional.scaled_dot_product_attention(x, k, v), (k, v)
 
     step = torch.compile(attend, backend="paged_inductor", options={"inner": "eager"})
