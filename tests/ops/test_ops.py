@@ -257,7 +257,7 @@ def test_custom_operators_pass_opcheck(transposed: bool) -> None:
     masked = (*arguments, 19, 8, torch.ones(1, 1, 1, 20, dtype=torch.bool))
     torch.library.opcheck(library.attention.default, masked)
     torch.library.opcheck(library.attention.default, (*masked, 5.0, torch.randn(4)))
-    every = (*masked, 5.0, torch.randn(4), 16, torch.randn(4), None, None, 20, 16)
+    every = (*masked, 5.0, torch.randn(4), 16, torch.randn(4), None, None, 0, torch.zeros(2, dtype=torch.int32), 16)
     torch.library.opcheck(library.attention.default, every)
     chunks = pages.plan(1).chunks
     assert chunks is not None
