@@ -45,7 +45,7 @@ PREFILL_MMA_EDGES: dict[int, tuple[Entry, ...]] = PREFILL_MMA | {
 PREFILL_8BIT: dict[int, dict[int, tuple[Entry, ...]]] = {
     80: {64: ((64, 32, 4, 2), (128, 32, 8, 2), *SMALL), 128: ((64, 32, 8, 1), *SMALL), 256: PREFILL_MMA[256]},
     90: {64: PREFILL[2, 64], 128: ((128, 32, 8, 2), (64, 32, 4, 2), *SMALL), 256: PREFILL[2, 256]},
-    100: {64: ((128, 32, 8, 2), (64, 32, 4, 2), *SMALL), 128: ((128, 32, 8, 2), *SMALL), 256: PREFILL[2, 256]},
+    100: {64: ((64, 32, 4, 2), (128, 32, 8, 2), *SMALL), 128: ((128, 32, 8, 2), *SMALL), 256: PREFILL[2, 256]},
 }
 
 # (tile_n, num_warps, num_buffers); tile_m follows from the packed rows
