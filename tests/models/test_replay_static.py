@@ -264,6 +264,18 @@ def test_a_counter_is_read_once_and_stays_in_place(
     assert recordings[1] > recordings[0] <= 2
 
 
+def test_a_step_that_inductor_compiles() -> None:
+    """On the CPU it makes no recording of it; the graph is the one that it would record."""
+    step = torch.compile(counted, backend="paged_inductor", options={"mode": "reduce-overhead"})
+    caches = [[torch.zeros(1, 2, 32, 16), torch.zeros(1, 2, 32, 16), torch.tensor(0)] for _ in range(2)]
+    with torch.no_grad():
+        for count in (5, *[1] * 6):
+            x = torch.randn(1, 2, count, 16)
+            got, want = step(x, *caches[0]), counted(x, *caches[1])
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert int(caches[0][2]) == 11 and isinstance(caches[0][0], PagedTensor) and stats().dense_fallbacks == 0
+
+
 def test_counters_are_static_for_inductor() -> None:
     """Else Inductor would not record a step that moves one on."""
     from paged_inductor import backend
