@@ -109,11 +109,10 @@ def gathered(name: str, value: object, stored: Tensor) -> torch.dtype:
     return value
 
 
-def row_counts(name: str, value: object, like: Tensor) -> Tensor:
-    """Check one int32 per row of a batch, as in `like` [B]."""
+def row_counts(name: str, value: object, like_name: str, like: Tensor) -> Tensor:
+    """Check one int32 for each row of `like` [B, ...]; the device is the caller's to check."""
     counts = tensor(name, value, 1, (torch.int32,))
-    same("device", name, counts.device, "seq_lens", like.device)
-    same("batch size", name, counts.shape[0], "seq_lens", like.shape[0])
+    same("batch size", name, counts.shape[0], like_name, like.shape[0])
     if not counts.is_contiguous():
         raise KernelInputError(f"{name} has stride {counts.stride(0)}; allowed: 1; call .contiguous() on it")
     return counts
@@ -122,10 +121,7 @@ def row_counts(name: str, value: object, like: Tensor) -> Tensor:
 def table(block_table: object, seq_lens: object, like: Tensor) -> tuple[int, int]:
     """Check block_table [B, W] and seq_lens [B], both int32 on the device of `like`; return (B, W)."""
     blocks = tensor("block_table", block_table, 2, (torch.int32,))
-    lens = tensor("seq_lens", seq_lens, 1, (torch.int32,))
-    same("batch size", "seq_lens", lens.shape[0], "block_table", blocks.shape[0])
-    if not lens.is_contiguous():
-        raise KernelInputError(f"seq_lens has stride {lens.stride(0)}; allowed: 1; call .contiguous() on it")
+    lens = row_counts("seq_lens", seq_lens, "block_table", blocks)
     same("device", "block_table", blocks.device, "the arena", like.device)
     same("device", "seq_lens", lens.device, "the arena", like.device)
     return blocks.shape[0], blocks.shape[1]

@@ -205,7 +205,8 @@ def attention_problem(
     if slopes is not None:
         checks.per_head("slopes", slopes, q)
     if hidden is not None:
-        checks.row_counts("hidden", hidden, seq_lens)
+        checks.row_counts("hidden", hidden, "seq_lens", seq_lens)
+        checks.same("device", "hidden", hidden.device, "seq_lens", seq_lens.device)
     return AttentionProblem(
         q,
         k_arena,

@@ -119,16 +119,18 @@ class PagedProgram:
             undo(steps)
             raise
         try:
+            schedules = []
             for plan, step in zip(self._plans, steps):
                 arenas = plan.group.arenas
                 ops.execute_copies(arenas, step.copies)
-                given = step.inputs()
+                schedules.append(manager().schedule(step.view))
+                given = step.inputs(schedules[-1])
                 if self._replay is not None:
                     given["shared_prefix"] = few_lengths(given["shared_prefix"], plan.group.block_size)
                 inputs += plan.takes(given)
                 inputs += [arenas[site] for site in plan.sites]
             if self._replay is not None:
-                inputs += self._replay.inputs(args, self._plans, views)
+                inputs += self._replay.inputs(args, self._plans, views, schedules)
                 self._replay.note(args, inputs, self._plans)
             dense = self._run_behind(inputs, views) if self._streams else self._run(*inputs)
         except BaseException:

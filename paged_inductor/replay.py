@@ -17,7 +17,7 @@ import torch
 
 from .group_plan import GroupPlan
 from .passes import GraphState
-from .runtime import View, manager
+from .runtime import Schedule, View, manager
 
 __all__ = ["Replay", "keep_in_place"]
 
@@ -51,11 +51,13 @@ class Replay:
                 }
         return self._local.buffers
 
-    def inputs(self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View]) -> list[Any]:
-        """The held inputs for a call with `args`; `views` are those of the plans' groups that it reads and fills."""
+    def inputs(
+        self, args: Sequence[Any], plans: Sequence[GroupPlan], views: Sequence[View], schedules: Sequence[Schedule]
+    ) -> list[Any]:
+        """The held inputs for a call with `args`; `views` are those of the plans' groups that it reads and fills, and
+        `schedules` theirs."""
         values: list[Any] = []
         buffers = self._buffers()
-        schedules = [manager().schedule(view) for view in views]
         for held in self._held:
             if held.kind == "length":
                 values.append(buffers[held.index].fill_(args[held.index]))

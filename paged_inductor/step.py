@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .positions import StartReader
-from .runtime import CacheGroup, StepViews, View, manager
+from .runtime import CacheGroup, Schedule, StepViews, View, manager
 from .tensor import derive
 from .tensor.inplace import reserve
 
@@ -35,9 +35,9 @@ class Step:
         """A step that makes a new view: dropping it undoes it."""
         return cls(step.view, step.copies)
 
-    def inputs(self) -> dict[str, Any]:
-        """What a compiled graph may take of its group, but for the arenas: by the kinds of `passes.NewInput`."""
-        schedule = manager().schedule(self.view)
+    def inputs(self, schedule: Schedule) -> dict[str, Any]:
+        """What a compiled graph may take of its group, but for the arenas: by the kinds of `passes.NewInput`. schedule:
+        that of the view."""
         inputs: dict[str, Any] = {
             "table": schedule.block_table,
             "lens": schedule.seq_lens,

@@ -164,21 +164,14 @@ class HoldLengths(Pass):
 
     def _sizes(self, state: GraphState, group: int) -> Node:
         """Numbers that the recording is keyed by: the width of a group's table, which is returned, and its blocks."""
-        table, arena = (
-            next(new.node for new in state.new_inputs if new.kind == kind and new.group == group)
-            for kind in ("table", "arena")
-        )
-        width = self._add(state, "width", group, shape(table)[1])
-        self._add(state, "blocks", group, shape(arena)[0])
+        width = self._add(state, "width", group, shape(_input(state, "table", group))[1])
+        self._add(state, "blocks", group, shape(_input(state, "arena", group))[0])
         return width
 
     def _hidden(self, state: GraphState, group: int) -> Node:
         """How many first tokens of a group's rows are not seen: the length, which would say it, is the table's now."""
-        lens = next(new.node for new in state.new_inputs if new.kind == "lens" and new.group == group)
-        value = lens.meta["example_value"]
-        return self._add(
-            state, "hidden", group, fake_like(tuple(value.shape), (1,), value.dtype, value.device, self._mode)
-        )
+        lens = _input(state, "lens", group).meta["example_value"]
+        return self._add(state, "hidden", group, self._contiguous(tuple(lens.shape), lens))
 
     @staticmethod
     def _capacity(graph: Graph, plan: Node, width: Node) -> Node:
@@ -214,6 +207,11 @@ class HoldLengths(Pass):
         node._dynamo_source = ConstantSource(node.name)  # type: ignore[attr-defined]  # AOTAutograd demands one
         state.held.append(HeldInput(kind, index, node, make))
         return node
+
+
+def _input(state: GraphState, kind: str, group: int) -> Node:
+    """The first input of a kind that the rewrite added for a group."""
+    return next(new.node for new in state.new_inputs if new.kind == kind and new.group == group)
 
 
 def _is_steady(group: CacheGroupSites) -> bool:

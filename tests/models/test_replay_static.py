@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,42 +49,40 @@ def test_two_turns_of_many_steps(form: StaticForm, calls: list[tuple[Any, ...]])
     assert stats().graph_recordings <= 1 + growths
 
 
+def assert_alike(name: str, loop: Callable[[Any, Any], list[Tensor]]) -> None:
+    """What `loop(model, forward)` gives with a form's model is the same with the model's steps replayed."""
+    torch.manual_seed(2)
+    model = next(form for form in BUFFERS if form.name == name).make()
+    step = torch.compile(model, backend="paged_inductor", options=MODE)
+    with torch.no_grad():
+        for got, want in zip(loop(model, step), loop(model, model), strict=True):
+            torch.testing.assert_close(got, want, **ROUNDING)
+
+
 def test_positions_go_back(calls: list[tuple[Any, ...]]) -> None:
     """As when drafted tokens are refused: what was written behind stays in memory, and unseen."""
-    torch.manual_seed(2)
-    form = next(form for form in BUFFERS if form.name == "gpt-fast")
-    model = form.make()
-    step = torch.compile(model, backend="paged_inductor", options=MODE)
     tokens = torch.randint(0, 61, (2, 30))
 
-    def loop(forward: Any) -> list[Tensor]:
+    def loop(model: Any, forward: Any) -> list[Tensor]:
         model.start(2, 32)
         out = [forward(tokens[:, :12], torch.arange(12))]
         for at in (12, 13, 14, 13, 14, 15, 16, 6, 7, 8, 9):
             out.append(forward(tokens[:, at + 5 : at + 6], torch.arange(at, at + 1)))
         return out
 
-    with torch.no_grad():
-        for got, want in zip(loop(step), loop(model), strict=True):
-            torch.testing.assert_close(got, want, **ROUNDING)
+    assert_alike("gpt-fast", loop)
     assert len(calls) == 11 and stats().dense_fallbacks == 0
     assert stats().graph_recordings <= 1 + stats().arena_growths
 
 
 def test_several_tokens_a_step(calls: list[tuple[Any, ...]]) -> None:
-    torch.manual_seed(2)
-    form = next(form for form in BUFFERS if form.name == "litgpt")
-    model = form.make()
-    step = torch.compile(model, backend="paged_inductor", options=MODE)
     tokens = torch.randint(0, 61, (2, 30))
 
-    def loop(forward: Any) -> list[Tensor]:
+    def loop(model: Any, forward: Any) -> list[Tensor]:
         model.start(2, 32)
         return [forward(tokens[:, at : at + 3], torch.arange(at, at + 3)) for at in range(0, 30, 3)]
 
-    with torch.no_grad():
-        for got, want in zip(loop(step), loop(model), strict=True):
-            torch.testing.assert_close(got, want, **ROUNDING)
+    assert_alike("litgpt", loop)
     assert len(calls) == 9 and stats().graph_recordings <= 1 + stats().arena_growths
 
 
