@@ -15,6 +15,8 @@ if ("-m", "gpu") not in itertools.pairwise(sys.argv):
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.kernel_sanitizer import KernelSanitizer
+
 _common = {
     "deadline": None,
     "suppress_health_check": list(HealthCheck),
@@ -50,3 +52,19 @@ def eager_formula() -> Iterator[None]:
         "paged_inductor.ops.decode._formula", lambda kind, tensors, constants: decode_formula(*tensors, *constants)
     ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def checked_kernels(kernel_sanitizer: KernelSanitizer) -> Iterator[None]:
+    """No interpreted kernel of a test may do what would go wrong on a GPU, not even where the error is caught."""
+    kernel_sanitizer.hazards.clear()
+    yield
+    assert not kernel_sanitizer.hazards
+
+
+@pytest.fixture(scope="session")
+def kernel_sanitizer() -> Iterator[KernelSanitizer]:
+    """Watches every kernel that the interpreter runs; kernels that are compiled it does not see."""
+    sanitizer = KernelSanitizer()
+    with sanitizer.watch():
+        yield sanitizer
