@@ -8,8 +8,8 @@ whose expense), `unshare` (what in-place writes must copy first) <- `ledger` (al
 <- `views` (their making) <- `streams` (steps that begin before all is back) <- `manager` (steps, books) <- `lending`
 (rows of equal tokens; `prefixes` names their blocks, `search` finds those of a prompt).
 Beside them: `transfer` (copies under way), `ahead` (what will be used next), `census`, `counters` and `latency` (what
-`stats()` says), `sanitizer` (debug mode), `numa` (hosts with several memory nodes), `insist` (what Ctrl-C must not
-stop).
+`stats()` says), `sanitizer` (debug mode), `order` (streams of a device), `numa` (hosts with several memory nodes),
+`insist` (what Ctrl-C must not stop).
 """
 
 from .group import CacheGroup

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from .numa import Nodes, touch
+from .order import StreamOrder
 from .policy import Policy
 from .pool import BlockPool
 from .sanitizer import Sanitizer
@@ -43,7 +44,9 @@ class CacheGroup:
         self.token_bytes = sum(site.token_bytes for site in sites)
         self.block_bytes = block_size * self.token_bytes
         self.pool = BlockPool(self.block_bytes)
+        self.order = StreamOrder(sites[0].device) if sites[0].device.type == "cuda" else None
         self.arenas = [self._new_arena(site, 1) for site in sites]
+        self.follow()
         self.holdings: dict[int, Holding] = {}
         self.pins: dict[int, Pin] = {}
         self.epoch = 0  # counts the occasions on which blocks moved
@@ -100,6 +103,18 @@ class CacheGroup:
         """Whether `drain` has something to release."""
         return bool(self._graveyard)
 
+    # -- work on the device ----------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Let what this thread launches come after all that was launched on the group's blocks before."""
+        if self.order is not None:
+            self.order.follow()
+
+    def launched(self) -> None:
+        """Let what others launch come after all that this thread has launched."""
+        if self.order is not None:
+            self.order.launched()
+
     def live_rows(self) -> list[Row]:
         """Distinct rows of all views whose blocks are not released yet."""
         return list({id(row): row for holding in self.holdings.values() for row in holding.rows}.values())
@@ -153,6 +168,7 @@ class CacheGroup:
 
         Pinned blocks stay. Obligation: `active == 0`.
         """
+        self.follow()
         pinned = self.pinned_blocks()
         used = {block for row in self.live_rows() for block in row.blocks if block > 0} - pinned
         moves: list[tuple[int, int]] = []
@@ -194,6 +210,9 @@ class CacheGroup:
 
         Obligation: `active == 0`.
         """
+        self.follow()
+        if self.order is not None:
+            self.order.keep(self.arenas)
         before = list(self.arenas)
         try:
             for i, site in enumerate(self.sites):

@@ -65,6 +65,7 @@ class Manager(Streams):
                     entered.append(view)
                     group.pins[view.serial].steps.append(me)
                     group.holdings[view.serial].used = now
+                    group.follow()
                 self.counters.steps += 1
                 self._budget.waiters.began()
                 if self.swap.used:
@@ -116,6 +117,7 @@ class Manager(Streams):
                 pin = view.group.pins.get(view.serial)
                 if pin is None:
                     continue
+                view.group.launched()
                 while me in pin.steps:
                     pin.steps.remove(me)
                     if not every:
@@ -169,6 +171,8 @@ class Manager(Streams):
             with self.locked():
                 arrival = self.arrival(view)
                 schedule = view.schedule = Schedule(view, arrival.blocks if arrival is not None else None)
+        if view.group.order is not None:
+            view.group.order.keep(schedule.tensors)
         if self._sanitizing:
             with self.locked():
                 self._check((view,))

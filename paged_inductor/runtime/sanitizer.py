@@ -98,6 +98,7 @@ class Sanitizer:
         index = list(blocks)
         if not index:
             return
+        self._group.follow()
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             for arena in self._group.arenas:
                 poison = float("nan") if arena.is_floating_point() else torch.iinfo(arena.dtype).max

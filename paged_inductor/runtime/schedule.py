@@ -119,6 +119,12 @@ class Schedule:
             self._hidden = self._tensor(hides) if self._hidden is None else self._send(self._hidden, hides)
         return self._hidden
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What kernels read."""
+        found = [self.block_table, self.seq_lens]
+        return found if self._hidden is None else [*found, self._hidden]
+
     def blocks(self, row: int) -> Sequence[int]:
         """A row's table entries, the spare ones included."""
         return self._table[row * self._width : (row + 1) * self._width]

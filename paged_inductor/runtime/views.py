@@ -156,7 +156,10 @@ class Views(Ledger):
         if view.group.active:
             return None
         schedule, view.schedule = view.schedule, None
-        return schedule if schedule is None or schedule.epoch == view.group.epoch else None
+        if schedule is None or schedule.epoch != view.group.epoch:
+            return None
+        view.group.follow()  # kernels that were launched may still read the tensors
+        return schedule
 
     def suffix(self, view: View, length: int) -> View:
         """A view of the last `length` logical positions. The tokens before them stay in their blocks; the next append

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -220,6 +221,27 @@ def test_a_replayed_static_step_is_one_graph_launch_without_waiting(device: torc
     token = torch.zeros(2, 1, dtype=torch.int64, device=device)
     with torch.no_grad():
         assert_replays(lambda: step(token))
+
+
+def test_streams_that_use_one_anothers_blocks(device: torch.device) -> None:
+    model, prompt, steps = decoder(device)
+    prompts = [(prompt + turn) % 61 for turn in range(6)]
+    step = torch.compile(model, backend="paged_inductor", options={"inner": "eager"})
+    streams: list[AbstractContextManager[Any]] = [nullcontext() for _ in range(2)]
+    if device.type == "cuda":
+        streams = [torch.cuda.stream(torch.cuda.Stream()) for _ in range(2)]
+        torch.cuda.synchronize()  # the prompts and weights are there
+    with torch.no_grad():
+        expected = [generate(model, prompt, steps)[0] for prompt in prompts]
+        found = []
+        for turn, prompt in enumerate(prompts):  # the blocks of each are the next one's, whose stream is another
+            with streams[turn % 2]:
+                found.append(generate(step, prompt, steps)[0])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for tokens, wanted in zip(found, expected):
+        assert torch.equal(tokens, wanted)
+    assert stats().blocks_used == 0
 
 
 def test_budget_of_device_memory(device: torch.device) -> None:
