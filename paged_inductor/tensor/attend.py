@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +15,44 @@ from ..runtime import manager
 from .handle import HANDLERS, PagedTensor, handles
 from .materialize import shown, step_plan
 
-__all__ = ["without_padding"]
+__all__ = ["FUSED", "AttentionCall", "without_padding"]
 
 aten = torch.ops.aten
+
+FUSED = [
+    getattr(aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "attention_math",
+        "cudnn_attention",
+        "efficient_attention",
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+]
+"""What SDPA becomes below autograd; which one depends on the device, dtype and sizes."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of an attention operator, by the names that they have in SDPA."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self:
+        """func: SDPA, or one of `FUSED`."""
+        names = ("attn_mask" if x.name == "attn_bias" else x.name for x in func._schema.arguments)
+        given = dict(zip(names, args)) | kwargs
+        if "attn_bias" in given:
+            given["attn_mask"] = given["attn_bias"]
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
 
 @handles(aten._fused_sdp_choice.default)
@@ -25,85 +62,34 @@ def fused_sdp_choice(func: Any, query: Tensor, *args: Any, **kwargs: Any) -> int
 
 
 @handles(aten.scaled_dot_product_attention.default)
-def sdpa(
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def sdpa(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Query [B, H_q, Q, D] dense, key and value handles of one view: read from the pages; else on dense copies."""
-    out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if out is not None:
-        return out
-    attn_mask, is_causal = without_padding(query, key, attn_mask, is_causal)
-    return HANDLERS[None](func, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    call = AttentionCall.of(func, args, kwargs)
+    out = _paged(call)
+    return _dense(call) if out is None else out
 
 
-@handles(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_for_cpu(
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """As above, seen below autograd: returns (output, logsumexp), of which inference reads only the first."""
-    out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if out is not None:
-        return out, out.new_empty(0)
-    attn_mask, is_causal = without_padding(query, key, attn_mask, is_causal)
-    return HANDLERS[None](func, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+@handles(*FUSED)
+def fused(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As above. All results but the output serve a backward pass, and are empty where there is none."""
+    call = AttentionCall.of(func, args, kwargs)
+    out = _paged(call)
+    if out is None:
+        if call.attn_mask is not None or not _is_ragged(call.key):
+            return HANDLERS[None](func, *args, **kwargs)
+        out = _dense(call)  # some take no mask
+    empty = out.new_empty(0)
+    return out, *(empty if "Tensor" in str(result.type) else 0 for result in func._schema.returns[1:])
 
 
-@handles(aten._scaled_dot_product_attention_math.default)
-def sdpa_math(
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    dropout_mask: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """As above; returns (output, attention weights), of which inference reads only the first."""
-    out = _paged(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if out is not None:
-        return out, out.new_empty(0)
-    attn_mask, is_causal = without_padding(query, key, attn_mask, is_causal)
-    return HANDLERS[None](
-        func, query, key, value, attn_mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _paged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor | None:
+def _paged(call: AttentionCall) -> Tensor | None:
     """The paged attention, or None if this call is not one."""
+    query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
     if isinstance(query, PagedTensor) or not isinstance(key, PagedTensor) or not isinstance(value, PagedTensor):
         return None
     view = key._view
     axes = (key._form.axes, value._form.axes)
-    if value._view is not view or key._form.steps or value._form.steps or dropout_p or query.dim() != 4:
+    if value._view is not view or key._form.steps or value._form.steps or call.dropout_p or query.dim() != 4:
         return None
     if any(axis not in ("BHSD", "BhSD") for axis in axes) or isinstance(attn_mask, PagedTensor):
         return None
@@ -119,9 +105,30 @@ def _paged(
             arenas[value._form.site],
             plan,
             None if attn_mask is None else ops.plan_mask(attn_mask, plan),
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            causal_offset=0 if is_causal else None,
+            scale=query.shape[-1] ** -0.5 if call.scale is None else call.scale,
+            causal_offset=0 if call.is_causal else None,
         )
+
+
+def _dense(call: AttentionCall) -> Tensor:
+    """SDPA on dense copies, without virtual padding."""
+    attn_mask, is_causal = without_padding(call.query, call.key, call.attn_mask, call.is_causal)
+    result: Tensor = HANDLERS[None](
+        aten.scaled_dot_product_attention.default,
+        call.query,
+        call.key,
+        call.value,
+        attn_mask,
+        call.dropout_p,
+        is_causal,
+        scale=call.scale,
+        enable_gqa=call.query.shape[1] != call.key.shape[1],
+    )
+    return result
+
+
+def _is_ragged(key: Tensor) -> bool:
+    return isinstance(key, PagedTensor) and key._view.ragged
 
 
 def without_padding(

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from .._errors import VerificationError
 from ..difference import difference
 from ..runtime import View
-from .attend import without_padding
+from .attend import FUSED, AttentionCall, without_padding
 from .handle import Form, PagedTensor
 from .materialize import copy_out, mutated, shown
 
@@ -29,11 +29,7 @@ __all__ = ["Shadow", "VerifiedTensor", "promote", "visible_tokens"]
 
 aten = torch.ops.aten
 
-_ATTENTION = {
-    aten.scaled_dot_product_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_attention_math.default,
-}
+_ATTENTION = {aten.scaled_dot_product_attention.default, *FUSED}
 _BY_STRIDES = {aten.view.default, aten._unsafe_view.default, aten.as_strided.default}
 
 
@@ -187,25 +183,18 @@ def _check_values(func: Any, args: Any, kwargs: dict[str, Any], given: list[Veri
         handle.check(handle._shadow.what)
     if func not in _ATTENTION:
         return
-    values = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
-    if values.get("dropout_p"):
+    call = AttentionCall.of(func, args, kwargs)
+    if call.dropout_p:
         return
-    key = values["key"]
-    mask, is_causal = without_padding(values["query"], key, values.get("attn_mask"), values.get("is_causal", False))
+    mask, is_causal = without_padding(call.query, call.key, call.attn_mask, call.is_causal)
 
     def dense_side(value: Any) -> Any:
         return promote(value, None)._shadow.values if isinstance(value, PagedTensor) else value
 
-    query, dense_key, value = dense_side(values["query"]), dense_side(key), dense_side(values["value"])
-    grouped = query.shape[1] != dense_key.shape[1]
+    query, key, value = dense_side(call.query), dense_side(call.key), dense_side(call.value)
+    grouped = query.shape[1] != key.shape[1]
     with torch.no_grad():
         dense = F.scaled_dot_product_attention(
-            query,
-            dense_key,
-            value,
-            dense_side(mask),
-            is_causal=is_causal,
-            scale=values.get("scale"),
-            enable_gqa=grouped,
+            query, key, value, dense_side(mask), is_causal=is_causal, scale=call.scale, enable_gqa=grouped
         )
     given[0].require(result, dense, "output")

@@ -10,6 +10,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import paged_inductor.ops as ops
 from paged_inductor import MaterializationError, PagedTensor, PoolMismatchError, UnsupportedInputError, configure
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import manager
+from paged_inductor.tensor.attend import FUSED
 
 from .factory import paged_like, view_of
 from .model import Boom, attention, broken
@@ -327,6 +329,39 @@ def test_pools_do_not_mix(dense: Tensor) -> None:
 
 
 # -- ragged rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", FUSED, ids=str)
+def test_every_devices_operator_of_attention_reads_pages(
+    operator: Any, dense: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = paged_like(dense[:, :, :5], dense[:, :, 5:10]), paged_like(dense, dense + 1)
+    key, value = (torch.cat([s, x], dim=0) for s, x in zip(short, long))
+    query, bias = torch.randn(4, 3, 2, 4), torch.randn(2, 1, 2, 20)
+    names = [argument.name for argument in operator._schema.arguments]
+    required = {"compute_log_sumexp": False} if "compute_log_sumexp" in names else {}
+    mask = next((name for name in names if name in ("attn_mask", "attn_bias")), None)
+    unmasked = required if mask is None else {mask: None, **required}
+    wanted = torch.cat(
+        [
+            F.scaled_dot_product_attention(query[:2], dense[:, :, :5], dense[:, :, 5:10], scale=0.4),
+            F.scaled_dot_product_attention(query[2:], dense, dense + 1, scale=0.4),
+        ]
+    )
+    with torch.inference_mode():  # else torch takes the `math` one apart before it reaches the handles
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "gather", lambda *args: pytest.fail("tokens were copied"))
+            out, *others = operator(query, key, value, **unmasked, scale=0.4)
+            if mask is not None:
+                masked = operator(query[:2], *long, **{mask: bias, **required})[0]
+                torch.testing.assert_close(masked, F.scaled_dot_product_attention(query[:2], dense, dense + 1, bias))
+        parted = value.clone()  # K and V no longer share a view: attention on dense copies
+        on_copies = operator(query, key, parted, **unmasked, scale=0.4)[0]
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(on_copies, wanted)
+    assert [type(x) for x in others] == [
+        Tensor if "Tensor" in str(x.type) else int for x in operator._schema.returns[1:]
+    ]
 
 
 def test_ragged_rows_read_zeros_and_attention_skips_them(dense: Tensor) -> None:
