@@ -4,15 +4,17 @@ An entry is (tile_m, tile_n, num_warps, num_buffers). The first one that survive
 on any target; tests/kernels/test_kernel_aot.py holds this for representative problems.
 """
 
-import triton
+from collections.abc import Callable, Hashable, Sequence
 
 from .autotune import bucket
 from .launch import INTERPRETED, DeviceLimits, LaunchConfig
 from .occupancy import Entry, fitting
 from .problem import AttentionProblem
+from .rounding import cdiv
 
 MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 256
+MOST_ROWS = 128  # of a tile
 
 SMALL: tuple[Entry, ...] = ((32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 8, 2), (16, 16, 4, 1))
 
@@ -63,8 +65,49 @@ DECODE_TALL: tuple[tuple[int, int, int], ...] = ((32, 8, 2), (64, 8, 2), (32, 4,
 LATENT_8BIT_ROCM: tuple[Entry, ...] = ((32, 32, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
 
 
-def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[LaunchConfig]:
+def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> Sequence[LaunchConfig]:
     """Configurations of the one-pass kernel for a problem."""
+    return _remembered(_prefill_candidates, problem, problem.packed_rows, limits)
+
+
+def decode_candidates(problem: AttentionProblem, limits: DeviceLimits) -> Sequence[LaunchConfig]:
+    """Configurations of the split kernel for a problem."""
+    return _remembered(_decode_candidates, problem, problem.packed_rows, limits)
+
+
+def prefix_candidates(problem: AttentionProblem, limits: DeviceLimits) -> Sequence[LaunchConfig]:
+    """Configurations of the pass over the shared prefix, whose tiles hold the queries of all rows."""
+    return _remembered(_decode_candidates, problem, problem.packed_rows * problem.batch, limits)
+
+
+Candidates = Callable[[AttentionProblem, int, DeviceLimits], Sequence[LaunchConfig]]
+_known: dict[tuple[Hashable, ...], Sequence[LaunchConfig]] = {}
+
+
+def _remembered(
+    candidates: Candidates, problem: AttentionProblem, rows: int, limits: DeviceLimits
+) -> Sequence[LaunchConfig]:
+    """The candidates, which depend on a few facts of a problem only: to find them takes longer than a launch."""
+    rows = bucket(rows, 16, MOST_ROWS)
+    key = (
+        candidates,
+        INTERPRETED,
+        rows,
+        limits,
+        problem.q.dtype,
+        problem.k_arena.dtype,
+        problem.head_dim,
+        problem.v_head_dim,
+        problem.v_is_k,
+        problem.mask is not None,
+        problem.window is not None or problem.chunk is not None,
+    )
+    if key not in _known:
+        _known[key] = candidates(problem, rows, limits)
+    return _known[key]
+
+
+def _prefill_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimits) -> Sequence[LaunchConfig]:
     itemsize, widest = _size(problem)
     entries = PREFILL[min(key for key in PREFILL if key[0] == itemsize and key[1] >= widest)]
     if _latent_8bit_rocm(problem, limits):
@@ -82,15 +125,10 @@ def prefill_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[
             entries = space[min(dim for dim in space if dim >= widest)]
         elif limits.arch == 0 and problem.k_scales is not None:
             entries = SMALL  # wider ones do not fit into registers
-    return _configs(problem, problem.packed_rows, limits, entries)
+    return _configs(problem, rows, limits, entries)
 
 
-def decode_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[LaunchConfig]:
-    """Configurations of the split kernel for a problem."""
-    return _decode_candidates(problem, problem.packed_rows, limits)
-
-
-def _decode_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimits) -> list[LaunchConfig]:
+def _decode_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimits) -> Sequence[LaunchConfig]:
     itemsize, widest = _size(problem)
     tallest = 16 if itemsize == 4 else 64 if widest <= 256 else 32
     tile_m = bucket(rows, 16, tallest)
@@ -107,18 +145,13 @@ def _decode_candidates(problem: AttentionProblem, rows: int, limits: DeviceLimit
 
 def choose_num_splits(problem: AttentionProblem, limits: DeviceLimits, tile_m: int) -> int:
     """Power-of-two splits that fill the device up to twice over and leave each split enough tokens."""
-    programs = problem.batch * problem.num_kv_heads * triton.cdiv(problem.packed_rows, tile_m)
+    programs = problem.batch * problem.num_kv_heads * cdiv(problem.packed_rows, tile_m)
     return _num_splits(programs, max(0, problem.span - problem.shared_prefix), limits)
-
-
-def prefix_candidates(problem: AttentionProblem, limits: DeviceLimits) -> list[LaunchConfig]:
-    """Configurations of the pass over the shared prefix, whose tiles hold the queries of all rows."""
-    return _decode_candidates(problem, problem.packed_rows * problem.batch, limits)
 
 
 def choose_prefix_splits(problem: AttentionProblem, limits: DeviceLimits, tile_m: int) -> int:
     """`choose_num_splits` of the pass over the shared prefix."""
-    programs = problem.num_kv_heads * triton.cdiv(problem.packed_rows * problem.batch, tile_m)
+    programs = problem.num_kv_heads * cdiv(problem.packed_rows * problem.batch, tile_m)
     return _num_splits(programs, problem.shared_prefix, limits)
 
 
@@ -137,12 +170,11 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _configs(
-    problem: AttentionProblem, packed_rows: int, limits: DeviceLimits, entries: tuple[Entry, ...]
-) -> list[LaunchConfig]:
+    problem: AttentionProblem, rows: int, limits: DeviceLimits, entries: tuple[Entry, ...]
+) -> Sequence[LaunchConfig]:
     """Drop tiles more than half empty and what a processor has no room for; one choice if interpreted."""
     if INTERPRETED:
         return [LaunchConfig(tile_m=16, tile_n=16, num_warps=4, num_stages=1)]
-    rows = bucket(packed_rows, 16, 128)
     kept = [entry for entry in entries if entry[0] <= rows] or entries
     return [_config(entry, limits) for entry in fitting(problem, limits, kept)]
 

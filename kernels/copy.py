@@ -12,6 +12,7 @@ from . import checks
 from .arguments import pointer
 from .common import load_block_ids
 from .launch import INTERPRETED, Allocator, Launch
+from .rounding import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 4096
 WORD_BYTES = 8  # divides every block: of 8 slots at least
@@ -96,15 +97,6 @@ def gather_kernel(
     tl.store(out_ptrs, tile, mask=(keys < kv_len)[:, None] & d_mask)
 
 
-def tile_arguments(arena: Tensor, reach: int) -> dict[str, object]:
-    """Arena arguments and tile extents of a kernel that visits `reach` tokens."""
-    tile_d = triton.next_power_of_2(arena.shape[3])
-    tile_t = min(triton.next_power_of_2(reach), TILE_ELEMENTS // tile_d)
-    sizes = {"num_kv_heads": arena.shape[1], "BLOCK_SIZE": arena.shape[2], "HEAD_DIM": arena.shape[3]}
-    tiles = {"TILE_T": tile_t, "TILE_D": tile_d}
-    return pointer("arena", arena, ("block", "head", "slot", "dim")) | sizes | tiles
-
-
 def plan_copy_blocks(arenas: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor) -> Launch:
     """The launch that copies block src_ids[i] to block dst_ids[i] in each of the arenas."""
     sizes = tuple(arena[0].numel() * arena.element_size() for arena in arenas)
@@ -119,7 +111,7 @@ def plan_copy_blocks(arenas: Sequence[Tensor], src_ids: Tensor, dst_ids: Tensor)
         "IS_ALIGNED": all(number % 16 == 0 for number in sizes + addresses),
         "TILE_WORDS": TILE_WORDS,
     }
-    tiles = triton.cdiv(max(sizes, default=0) // WORD_BYTES, TILE_WORDS)
+    tiles = cdiv(max(sizes, default=0) // WORD_BYTES, TILE_WORDS)
     return Launch(copy_blocks_kernel, (src_ids.shape[0] * len(arenas), tiles), arguments)
 
 
@@ -134,8 +126,16 @@ def plan_gather(
     arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int, out: Tensor, scales: Tensor | None = None
 ) -> Launch:
     """The launch that writes the dense `out` [B, H_kv, kv_len, D]."""
-    arguments = tile_arguments(arena, kv_len) | pointer("out", out, ("batch", "head", "key", "dim"))
+    tile_d = next_power_of_2(arena.shape[3])
+    tile_t = min(next_power_of_2(kv_len), TILE_ELEMENTS // tile_d)
+    arguments = pointer("arena", arena, ("block", "head", "slot", "dim"))
+    arguments |= pointer("out", out, ("batch", "head", "key", "dim"))
     arguments |= {
+        "num_kv_heads": arena.shape[1],
+        "BLOCK_SIZE": arena.shape[2],
+        "HEAD_DIM": arena.shape[3],
+        "TILE_T": tile_t,
+        "TILE_D": tile_d,
         "block_table_ptr": block_table,
         "table_batch_stride": block_table.stride(0),
         "table_block_stride": block_table.stride(1),
@@ -144,7 +144,7 @@ def plan_gather(
         "HAS_SCALES": scales is not None,
     }
     arguments |= pointer("scales", scales, ("block", "head", "slot"))
-    tiles = triton.cdiv(kv_len, arguments["TILE_T"])
+    tiles = cdiv(kv_len, tile_t)
     return Launch(gather_kernel, (out.shape[0] * out.shape[1], tiles), arguments)
 
 

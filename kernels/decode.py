@@ -10,6 +10,7 @@ from .attend import attend_packed, unpack_rows
 from .launch import Allocator, Launch, LaunchConfig, device_limits
 from .merge import Partials, plan_merge
 from .problem import AttentionProblem
+from .rounding import cdiv
 
 MAX_QUERIES = 16
 
@@ -238,7 +239,7 @@ def plan_pass(
     }
     if prefix:  # a sink is one key of each query: the other pass has seen it
         arguments |= {"sinks_ptr": None, "HAS_SINKS": False}
-    num_tiles = triton.cdiv(rows, config.tile_m) * (1 if prefix else problem.batch)
+    num_tiles = cdiv(rows, config.tile_m) * (1 if prefix else problem.batch)
     grid = (num_tiles * problem.num_kv_heads, num_splits)
     return Launch(decode_kernel, grid, arguments, config.num_warps, config.num_stages)
 

@@ -9,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import ordered
-from .arguments import kernel_arguments, pointer
+from .arguments import pointer
 from .common import exponential, finite_max
 from .launch import Allocator, Launch
 from .problem import AttentionProblem
+from .rounding import cdiv, next_power_of_2
 
 MERGE_TILE = 64
 
@@ -88,15 +89,20 @@ class Partials:
 
 def plan_merge(problem: AttentionProblem, partials: Partials, out: Tensor, in_order: bool = False) -> Launch:
     """The launch that merges all splits into `out`; in_order: one by one."""
-    arguments = kernel_arguments(problem)
-    shared = ("num_kv_heads", "packed_rows", "GROUP", "V_HEAD_DIM", "HAS_BIAS")
-    merge = {name: arguments[name] for name in shared} | partials.arguments()
+    merge: dict[str, object] = {
+        "num_kv_heads": problem.num_kv_heads,
+        "packed_rows": problem.packed_rows,
+        "GROUP": problem.group,
+        "V_HEAD_DIM": problem.v_head_dim,
+        "HAS_BIAS": problem.has_bias,
+    }
+    merge |= partials.arguments()
     merge |= pointer("out", out, ("batch", "head", "query", "dim"))
     if in_order:
         merge |= {"TILE_DV": MERGE_TILE, "num_splits": partials.num_splits}
     else:
-        tile_splits = triton.next_power_of_2(partials.num_splits)
+        tile_splits = next_power_of_2(partials.num_splits)
         merge |= {"TILE_DV": MERGE_TILE, "NUM_SPLITS": partials.num_splits, "TILE_SPLITS": tile_splits}
     kernel = ordered.merge_in_order_kernel if in_order else merge_kernel
-    grid = (partials.num_rows, triton.cdiv(problem.v_head_dim, MERGE_TILE))
+    grid = (partials.num_rows, cdiv(problem.v_head_dim, MERGE_TILE))
     return Launch(kernel, grid, merge, num_warps=2)

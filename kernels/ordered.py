@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .common import exponential, finite_max
 from .problem import AttentionProblem
+from .rounding import cdiv
 
 SPLIT_TOKENS = 512  # keys of a share, at least; a power of two, and so a whole number of tiles
 MAX_SPLITS = 64  # rows of more than MAX_SPLITS * SPLIT_TOKENS keys have larger shares
@@ -18,7 +19,7 @@ MAX_SPLITS = 64  # rows of more than MAX_SPLITS * SPLIT_TOKENS keys have larger 
 
 def num_splits(problem: AttentionProblem) -> int:
     """Shares that the longest possible row of a problem has, as a power of two."""
-    wanted = min(MAX_SPLITS, triton.cdiv(problem.span, SPLIT_TOKENS))
+    wanted = min(MAX_SPLITS, cdiv(problem.span, SPLIT_TOKENS))
     return 1 << max(0, wanted - 1).bit_length()
 
 

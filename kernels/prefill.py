@@ -12,6 +12,7 @@ from .arguments import kernel_arguments, pointer
 from .attend import attend_packed
 from .launch import Launch, LaunchConfig, device_limits
 from .problem import AttentionProblem
+from .rounding import cdiv
 
 
 @triton.jit(do_not_specialize=["kv_len", "row_start", "causal_offset", "window"])
@@ -185,7 +186,7 @@ def prefill_kernel(
 
 def plan(problem: AttentionProblem, out: Tensor, config: LaunchConfig) -> Launch:
     """The launch that writes `out` [B, H_q, Q, Dv]."""
-    num_tiles = triton.cdiv(problem.packed_rows, config.tile_m)
+    num_tiles = cdiv(problem.packed_rows, config.tile_m)
     arguments = kernel_arguments(problem) | pointer("out", out, ("batch", "head", "query", "dim"))
     arguments |= {"TILE_M": config.tile_m, "TILE_N": config.tile_n}
     grid = (num_tiles * problem.num_kv_heads * problem.batch,)

@@ -2,14 +2,15 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
-import triton
 from torch import Tensor
 
 from . import autotune, checks
 from .errors import KernelInputError, KernelTypeError
 from .launch import device_limits
+from .rounding import next_power_of_2
 
 PAIRED_DIMS = 16  # of 8 bits: a load of 16 bytes
 
@@ -44,68 +45,68 @@ class AttentionProblem:
     query_offset: int
     shared_prefix: int
 
-    @property
+    @cached_property
     def batch(self) -> int:
         return self.q.shape[0]
 
-    @property
+    @cached_property
     def num_kv_heads(self) -> int:
         return self.k_arena.shape[1]
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[1] // self.num_kv_heads
 
-    @property
+    @cached_property
     def q_len(self) -> int:
         return self.q.shape[2]
 
-    @property
+    @cached_property
     def packed_rows(self) -> int:
         """Rows of the M tile: every query of every head of one KV head."""
         return self.q_len * self.group
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         return self.q.shape[3]
 
-    @property
+    @cached_property
     def v_head_dim(self) -> int:
         return self.v_arena.shape[3]
 
-    @property
+    @cached_property
     def out_shape(self) -> tuple[int, int, int, int]:
         return (self.batch, self.q.shape[1], self.q_len, self.v_head_dim)
 
-    @property
+    @cached_property
     def has_bias(self) -> bool:
         return self.mask is not None and self.mask.dtype != torch.bool
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Upper bound of the keys that one tile of queries reads."""
         limits = [limit + self.q_len for limit in (self.window, self.chunk) if limit is not None]
         return min(self.kv_len, *limits) if limits else self.kv_len
 
-    @property
+    @cached_property
     def head_tiles(self) -> tuple[int, int]:
         """K's dims in two pieces, powers of two: the first, and what lies behind it (0 if nothing)."""
         return head_tiles(self.head_dim)
 
-    @property
+    @cached_property
     def value_tile(self) -> int:
         """V's dims, padded to a power of two."""
-        return max(16, triton.next_power_of_2(self.v_head_dim))
+        return max(16, next_power_of_2(self.v_head_dim))
 
-    @property
+    @cached_property
     def v_is_k(self) -> bool:
         """Whether V is the first piece of K, in the same memory: then each page is read once."""
         k, v = self.k_arena, self.v_arena
         same = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.dtype == k.dtype
         return same and self.v_head_dim == self.head_tiles[0]
 
-    @property
+    @cached_property
     def v_in_pairs(self) -> bool:
         """Whether V, of 8-bit values, is read as 16-bit words, which the compiler loads 16 bytes at a time.
 
@@ -140,11 +141,12 @@ class AttentionProblem:
         )
 
 
+@cache
 def head_tiles(head_dim: int) -> tuple[int, int]:
     """Two powers of two, 16 or more, that cover a head dim: (128, 64) of 192; (128, 0) of 128; (128, 0) of 112."""
-    whole = max(16, triton.next_power_of_2(head_dim))
+    whole = max(16, next_power_of_2(head_dim))
     first = whole // 2
-    rest = max(16, triton.next_power_of_2(max(1, head_dim - first)))
+    rest = max(16, next_power_of_2(max(1, head_dim - first)))
     return (first, rest) if first >= 16 and first < head_dim and rest < first else (whole, 0)
 
 

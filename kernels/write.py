@@ -8,6 +8,7 @@ from . import checks
 from .arguments import pointer
 from .common import load_block_ids, quantized
 from .launch import INTERPRETED, Launch
+from .rounding import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 4096
 
@@ -193,9 +194,9 @@ def plan(
     batch, num_kv_heads, num_new, head_dim = k_new.shape
     block_size = k_arena.shape[2]
     v_head_dim = v_arena.shape[3] if v_arena is not None else head_dim
-    tile_d, tile_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    tile_d, tile_dv = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     reach = num_new + block_size - 1
-    tile_t = min(triton.next_power_of_2(reach), max(1, TILE_ELEMENTS // max(tile_d, tile_dv)))
+    tile_t = min(next_power_of_2(reach), max(1, TILE_ELEMENTS // max(tile_d, tile_dv)))
     arguments = {
         "block_table_ptr": block_table,
         "table_batch_stride": block_table.stride(0),
@@ -217,7 +218,7 @@ def plan(
         arguments |= pointer(f"{name}_arena", arena, ("block", "head", "slot", "dim"))
         arguments |= pointer(f"{name}_new", new, ("batch", "head", "token", "dim"))
         arguments |= pointer(f"{name}_scales", scales, ("block", "head", "slot"))
-    tiles = triton.cdiv(reach, tile_t) if num_new else 0
+    tiles = cdiv(reach, tile_t) if num_new else 0
     return Launch(cache_write_kernel, (batch * num_kv_heads, tiles), arguments)
 
 

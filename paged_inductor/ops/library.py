@@ -13,6 +13,7 @@ from .. import kernels
 from .._config import config
 from .._layout import head_dim, is_packed, unpack
 from ..kernels import reference
+from .operator import operator
 
 __all__ = ["attention", "cache_write", "gather", "uses_kernels"]
 
@@ -22,7 +23,11 @@ def uses_kernels(device: torch.device) -> bool:
     return device.type != "cpu" or config().triton_on_cpu
 
 
-@torch.library.custom_op("paged_inductor::cache_write", mutates_args=("arena",))
+def _no_result(*args: object, **kwargs: object) -> None:
+    return None
+
+
+@operator(_no_result, mutates=("arena",))
 def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
     """Write new [B, H, n, D] to the last n positions of every row; see `kernels.cache_write`."""
     implementation = kernels if uses_kernels(arena.device) else reference
@@ -33,12 +38,11 @@ def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tenso
         implementation.cache_write(arena, new.to(arena.dtype), block_table, seq_lens)
 
 
-@cache_write.register_fake
-def _(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
-    return None
+def _attention_result(q: Tensor, k_arena: Tensor, v_arena: Tensor, *rest: object, **kwargs: object) -> Tensor:
+    return q.new_empty((*q.shape[:3], head_dim(v_arena)))
 
 
-@torch.library.custom_op("paged_inductor::attention", mutates_args=())
+@operator(_attention_result)
 def attention(
     q: Tensor,
     k_arena: Tensor,
@@ -74,32 +78,14 @@ def attention(
     return reference.attention(q, *pages, scale=scale, **variant)
 
 
-@attention.register_fake
-def _(
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    kv_len: int,
-    scale: float,
-    causal_offset: int | None = None,
-    window: int | None = None,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    chunk: int | None = None,
-    slopes: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    row_start: int | None = None,
-    hidden: Tensor | None = None,
-    shared_prefix: int = 0,
+def _gathered(
+    arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return q.new_empty((*q.shape[:3], head_dim(v_arena)))
+    shape = (block_table.shape[0], arena.shape[1], kv_len, head_dim(arena))
+    return arena.new_empty(shape, dtype=(dtype or torch.float32) if is_packed(arena) else arena.dtype)
 
 
-@torch.library.custom_op("paged_inductor::gather", mutates_args=())
+@operator(_gathered)
 def gather(
     arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -112,9 +98,3 @@ def gather(
         codes, scales = unpack(arena)
         return implementation.gather(codes, block_table, seq_lens, kv_len, scales=scales, dtype=dtype)
     return implementation.gather(arena, block_table, seq_lens, kv_len)
-
-
-@gather.register_fake
-def _(arena: Tensor, block_table: Tensor, seq_lens: Tensor, kv_len: int, dtype: torch.dtype | None = None) -> Tensor:
-    shape = (block_table.shape[0], arena.shape[1], kv_len, head_dim(arena))
-    return arena.new_empty(shape, dtype=(dtype or torch.float32) if is_packed(arena) else arena.dtype)
