@@ -144,9 +144,9 @@ def pair(key_arena: Tensor, value_arena: Tensor) -> None:
     same("device", "v_arena", value_arena.device, "k_arena", key_arena.device)
 
 
-def context_length(kv_len: object, width: int, block_size: int) -> int:
+def context_length(kv_len: object, width: int, block_size: int, least: int = 1) -> int:
     """Check the logical length of a batch against the tokens its block table can hold."""
-    return integer("kv_len", kv_len, 1, min(width * block_size, MAX_POSITION))
+    return integer("kv_len", kv_len, least, min(width * block_size, MAX_POSITION))
 
 
 def shared_prefix(value: object, block_size: int, width: int) -> None:

@@ -179,7 +179,7 @@ def gather(
     `allocate(shape, dtype=, device=)` provides the output. Raises KernelInputError or KernelTypeError.
     """
     batch, width = checks.table(block_table, seq_lens, checks.arena("arena", arena))
-    checks.context_length(kv_len, width, arena.shape[2])
+    checks.context_length(kv_len, width, arena.shape[2], least=0)
     checks.scales("scales", scales, arena)
     dtype = checks.gathered("dtype", dtype, arena)
     checks.launchable(arena, INTERPRETED, arena)

@@ -136,7 +136,7 @@ def gather(
 ) -> Tensor:
     """Twin of `kernels.gather`; its arithmetic is float32, as the kernel's."""
     _, width = checks.table(block_table, seq_lens, checks.arena("arena", arena))
-    checks.context_length(kv_len, width, arena.shape[2])
+    checks.context_length(kv_len, width, arena.shape[2], least=0)
     checks.scales("scales", scales, arena)
     dtype = checks.gathered("dtype", dtype, arena)
     tokens = _tokens(kv_len - seq_lens, kv_len)
@@ -180,22 +180,15 @@ def _write(triples: tuple[tuple[Tensor, Tensor, Tensor | None], ...], block_tabl
     num_new, block_size = new.shape[2], arena.shape[2]
     if num_new == 0:
         return
-    lens = seq_lens[:, None].long()  # [B, 1]
-    first_new = lens - num_new
-    tail_begin = (lens - 1) // block_size * block_size
-    opens_tail = (lens > 0) & (tail_begin >= first_new)
-    write_end = torch.where(opens_tail, tail_begin + block_size, lens)
-    sources = torch.arange(num_new + block_size - 1, device=arena.device)  # [n + block_size - 1]
-    tokens = first_new + sources
-    written = (tokens >= 0) & (tokens < write_end)
+    tokens = seq_lens[:, None].long() - num_new + torch.arange(num_new, device=arena.device)  # [B, n]
+    written = tokens >= 0
     columns = (tokens // block_size).clamp(0, block_table.shape[1] - 1)
     block_ids = block_table.gather(1, columns).long()
     written &= block_ids != 0
     batch_ids, source_ids = written.nonzero(as_tuple=True)
     block_ids, slots = block_ids[written], tokens[written] % block_size
     for arena, new, scales in triples:
-        values = new.transpose(1, 2)[batch_ids, source_ids.clamp_max(num_new - 1)]  # [writes, H_kv, D]
-        values.masked_fill_((source_ids >= num_new)[:, None, None], 0.0)
+        values = new.transpose(1, 2)[batch_ids, source_ids]  # [writes, H_kv, D]
         if scales is not None:
             values, scales.transpose(1, 2)[block_ids, slots] = quantize(values, arena.dtype)
         arena.transpose(1, 2)[block_ids, slots] = values

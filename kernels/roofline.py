@@ -116,24 +116,19 @@ def split_scratch(layer: Layer, batch: int, q_len: int, num_splits: int) -> Work
 def cache_write(layer: Layer, lengths: Sequence[int], count: int, new_bytes: int | None = None) -> Work:
     """A write of the last `count` tokens of rows of `lengths` tokens, K and V in one launch.
 
-    new_bytes: of K and V of one new token of one head as they come; as they are stored if left out. A block that the
-    write opens is zeroed to its end.
+    new_bytes: of K and V of one new token of one head as they come; as they are stored if left out.
     """
     if count == 0:
         return Work(0, 0)
     size = layer.block_size
-    tokens = slots = blocks = 0
+    tokens = blocks = 0
     for length in lengths:
         first = max(0, length - count)
-        tail = (length - 1) // size * size
-        opens_tail = length > 0 and tail >= length - count
-        end = tail + size if opens_tail else length
         tokens += length - first
-        slots += end - first
-        blocks += -(-end // size) - first // size if end > first else 0
+        blocks += -(-length // size) - first // size if length > first else 0
     read = tokens * layer.kv_heads * (layer.token_bytes if new_bytes is None else new_bytes)
     read += (blocks + len(lengths)) * ID_BYTES
-    return Work(read, slots * layer.kv_heads * layer.token_bytes)
+    return Work(read, tokens * layer.kv_heads * layer.token_bytes)
 
 
 def copy_blocks(block_bytes: int, count: int, id_bytes: int = 8) -> Work:

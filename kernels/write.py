@@ -10,7 +10,7 @@ from .common import load_block_ids, quantized
 from .launch import INTERPRETED, Launch
 from .rounding import cdiv, next_power_of_2
 
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS, WARP_ELEMENTS = 4096, 1024  # of a tile, and of one that a warp writes alone
 
 
 @triton.jit
@@ -32,7 +32,6 @@ def write_tile(
     batch,
     head,
     first_new,
-    num_new,
     tokens,
     block_ids,
     token_mask,
@@ -42,13 +41,13 @@ def write_tile(
     QUANTIZED_MAX: tl.constexpr,
     LEAST_AMAX: tl.constexpr,
 ):
-    """Store the new tokens of a tile, zeros past the last one; each with its scale where they are quantised."""
+    """Store the new tokens of a tile, each with its scale where they are quantised."""
     d_offs = tl.arange(0, TILE_D)  # [TILE_D]
     mask = token_mask[:, None] & (d_offs < HEAD_DIM)[None, :]  # [TILE_T, TILE_D]
     sources = (tokens - first_new).to(tl.int64)  # [TILE_T]
     new_ptrs = new_ptr + batch * new_batch_stride + head * new_head_stride
     new_ptrs += sources[:, None] * new_token_stride + d_offs[None, :] * new_dim_stride
-    new = tl.load(new_ptrs, mask=mask & (sources < num_new)[:, None], other=0.0)
+    new = tl.load(new_ptrs, mask=mask, other=0.0)
     arena_offs = block_ids * arena_block_stride + tokens % BLOCK_SIZE * arena_slot_stride  # [TILE_T]
     arena_ptrs = arena_ptr + head * arena_head_stride
     arena_ptrs += arena_offs[:, None] + d_offs[None, :] * arena_dim_stride
@@ -110,13 +109,8 @@ def cache_write_kernel(
     head = pid % num_kv_heads
     seq_len = tl.load(seq_lens_ptr + batch)
     first_new = seq_len - num_new
-    tail_begin = (seq_len - 1) // BLOCK_SIZE * BLOCK_SIZE
-    # a tail block that this call opens is zeroed to its end
-    opens_tail = (seq_len > 0) & (tail_begin >= first_new)
-    write_end = tl.where(opens_tail, tail_begin + BLOCK_SIZE, seq_len)
-
     tokens = first_new + tl.program_id(1) * TILE_T + tl.arange(0, TILE_T)  # [TILE_T]
-    token_mask = (tokens >= 0) & (tokens < write_end)
+    token_mask = (tokens >= 0) & (tokens < seq_len)
     table_ptr = block_table_ptr + batch * table_batch_stride
     # [TILE_T]
     block_ids = load_block_ids(table_ptr, table_block_stride, tokens, token_mask, BLOCK_SIZE, True)
@@ -139,7 +133,6 @@ def cache_write_kernel(
         batch,
         head,
         first_new,
-        num_new,
         tokens,
         block_ids,
         token_mask,
@@ -168,7 +161,6 @@ def cache_write_kernel(
             batch,
             head,
             first_new,
-            num_new,
             tokens,
             block_ids,
             token_mask,
@@ -195,8 +187,7 @@ def plan(
     block_size = k_arena.shape[2]
     v_head_dim = v_arena.shape[3] if v_arena is not None else head_dim
     tile_d, tile_dv = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
-    reach = num_new + block_size - 1
-    tile_t = min(next_power_of_2(reach), max(1, TILE_ELEMENTS // max(tile_d, tile_dv)))
+    tile_t = min(next_power_of_2(num_new), max(1, TILE_ELEMENTS // max(tile_d, tile_dv)))
     arguments = {
         "block_table_ptr": block_table,
         "table_batch_stride": block_table.stride(0),
@@ -218,8 +209,9 @@ def plan(
         arguments |= pointer(f"{name}_arena", arena, ("block", "head", "slot", "dim"))
         arguments |= pointer(f"{name}_new", new, ("batch", "head", "token", "dim"))
         arguments |= pointer(f"{name}_scales", scales, ("block", "head", "slot"))
-    tiles = cdiv(reach, tile_t) if num_new else 0
-    return Launch(cache_write_kernel, (batch * num_kv_heads, tiles), arguments)
+    num_warps = 1 if tile_t * max(tile_d, tile_dv) <= WARP_ELEMENTS else 4
+    grid = (batch * num_kv_heads, cdiv(num_new, tile_t))
+    return Launch(cache_write_kernel, grid, arguments, num_warps)
 
 
 def cache_write(
@@ -228,9 +220,8 @@ def cache_write(
     """Write new [B, H_kv, n, D] into the pages of each row, in place.
 
     Row b's tokens go to row positions seq_lens[b] - n .. seq_lens[b] - 1; `seq_lens` already counts them.
-    Positions below zero (virtual padding) are skipped. The slots after the last token are zeroed in a block
-    whose slot 0 this call writes. A write that the table sends to block 0, the zero page, is dropped. The
-    caller owns every block written and shares none of them.
+    Positions below zero (virtual padding) are skipped. A write that the table sends to block 0, the zero page, is
+    dropped. The caller owns every block written and shares none of them.
 
     An arena of float8_e4m3fn or int8 takes `new` of any float dtype and `scales` float32 [num_blocks, H_kv,
     block_size]: a token's scale is its largest magnitude over the largest that the arena's dtype holds, written in

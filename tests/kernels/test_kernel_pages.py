@@ -40,11 +40,7 @@ def written_by_rule(
                 continue
             block, slot = int(block_table[row, token // block_size]), token % block_size
             values = new[row, :, index]
-            if slot == 0:
-                want[block] = 0
             if want_scales is not None:
-                if slot == 0:
-                    want_scales[block] = quantized_by_rule(torch.zeros(1), want.dtype)[1]
                 values, want_scales[block, :, slot] = quantized_by_rule(values, want.dtype)
             want[block, :, slot] = values
     return want, want_scales

@@ -217,8 +217,13 @@ class Ring(nn.Module):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_tokens_behind_the_one_that_is_written_are_seen(masked: bool) -> None:
+def test_tokens_behind_the_one_that_is_written_are_seen(
+    masked: bool, kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    if kernels:
+        request.getfixturevalue("kernels_serve")
     torch.manual_seed(0)
     module = Ring()
     twin = copy.deepcopy(module)

@@ -21,14 +21,21 @@ def as_bhsd(value: Tensor, axes: str) -> Tensor:
     return value.permute([axes.index(axis) for axis in "BHSD"])
 
 
-def paged_like(*dense: Tensor, axes: str = "BHSD", block_size: int = 16, label: str = "test") -> list[PagedTensor]:
+def paged_like(
+    *dense: Tensor,
+    axes: str = "BHSD",
+    block_size: int = 16,
+    label: str = "test",
+    stored_as: torch.dtype | None = None,
+) -> list[PagedTensor]:
     """One handle per dense tensor, with its values, as the cached tensors of one cache group share a view.
 
     Every other tensor (the keys) is stored with transposed blocks, as compiled graphs do on the CPU.
     """
     values = [as_bhsd(value, axes) for value in dense]
     sites = tuple(
-        SiteSpec(v.shape[1], v.shape[3], v.dtype, v.device, transposed=i % 2 == 0) for i, v in enumerate(values)
+        SiteSpec(v.shape[1], v.shape[3], v.dtype, v.device, i % 2 == 0 and stored_as is None, stored_as)
+        for i, v in enumerate(values)
     )
     count = values[0].shape[2]
     step = manager().create(manager().group(sites, block_size), values[0].shape[0], count, label)

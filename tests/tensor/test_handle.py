@@ -328,6 +328,24 @@ def test_pools_do_not_mix(dense: Tensor) -> None:
     assert torch.equal(torch.cat([one.dense(), other.dense()]), torch.cat([dense, dense]))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("stored_as", "kernels"), [(None, True), (torch.int8, False), (torch.int8, True)])
+def test_a_token_at_the_begin_of_a_block_is_overwritten_alone(stored_as: torch.dtype | None, kernels: bool) -> None:
+    configure(triton_on_cpu=kernels)
+    (handle,) = paged_like(torch.randn(2, 3, 40, 16), stored_as=stored_as)
+    before = handle.dense()  # type: ignore[attr-defined]
+    for position in (16, 0, 32):
+        handle[:, :, position] = 1.0
+        before[:, :, position] = 1.0
+    torch.testing.assert_close(handle.dense(), before)  # type: ignore[attr-defined]
+
+
+def test_an_empty_handle_has_an_empty_copy(dense: Tensor) -> None:
+    for kernels in (False, True):
+        configure(triton_on_cpu=kernels)
+        (handle,) = paged_like(dense)
+        assert handle[:, :, :0].dense().shape == (2, 3, 0, 4)  # type: ignore[attr-defined]
+
+
 # -- ragged rows ---------------------------------------------------------------------------------------------
 
 

@@ -40,9 +40,13 @@ class StaticMachine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(0)
 
     @initialize(
-        axes=st.sampled_from(["BHSD", "BSHD"]), written=st.integers(0, LENGTH), block_size=st.sampled_from([8, 16])
+        axes=st.sampled_from(["BHSD", "BSHD"]),
+        written=st.integers(0, LENGTH),
+        block_size=st.sampled_from([8, 16]),
+        kernels=st.booleans(),
     )
-    def begin(self, axes: str, written: int, block_size: int) -> None:
+    def begin(self, axes: str, written: int, block_size: int, kernels: bool) -> None:
+        configure(triton_on_cpu=kernels)
         self.dim = axes.index("S")
         dense = [self.values(2, LENGTH) for _ in range(SITES)]
         for x in dense:

@@ -85,8 +85,10 @@ class TensorMachine(RuleBasedStateMachine):
         layers=st.integers(1, 3),
         value_dim=st.sampled_from([KEY_DIM, 6]),
         inference=st.booleans(),
+        kernels=st.booleans(),
     )
-    def begin(self, axes: str, block_size: int, layers: int, value_dim: int, inference: bool) -> None:
+    def begin(self, axes: str, block_size: int, layers: int, value_dim: int, inference: bool, kernels: bool) -> None:
+        configure(triton_on_cpu=kernels)
         self.inference = inference
         self.mode = torch.inference_mode(inference)  # outside it, torch keeps alive what a tensor is a view of
         self.mode.__enter__()
