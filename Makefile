@@ -63,6 +63,7 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 	$(BIN)/python -m benchmarks.attention_cpu
 	$(BIN)/python -m benchmarks.decode_step
 	$(BIN)/python -m benchmarks.host_step
+	$(BIN)/python -m benchmarks.host_launch
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.kinds
 	$(BIN)/python -m benchmarks.pass_time

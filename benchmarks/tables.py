@@ -72,6 +72,11 @@ def host_step(result: dict[str, Any]) -> str:
     return table(["layers", "rows", "context", "µs", "goal µs"], rows)
 
 
+def host_launch(result: dict[str, Any]) -> str:
+    rows = [[c["rows"], c["write_us"], c["attention_us"]] for c in result["cells"]]
+    return table(["rows", "K and V written µs", "attention µs"], rows)
+
+
 def memory(result: dict[str, Any]) -> str:
     rows = [
         [c["lengths"], c["mean"], f"**{c['held_over_real']}**", c["arenas_over_real"], c["reserved_over_real"]]
@@ -202,6 +207,7 @@ def main() -> None:
             "decode_step",
             "attention_cpu",
             "host_step",
+            "host_launch",
             "memory",
             "kinds",
             "pass_time",
@@ -218,6 +224,7 @@ def main() -> None:
         "attention_cpu": attention_cpu(results["attention_cpu"]),
         "ragged": ragged(results["attention_cpu"]),
         "host_step": host_step(results["host_step"]),
+        "host_launch": host_launch(results["host_launch"]),
         "memory": memory(results["memory"]),
         "static_caches": static_caches(results["kinds"]),
         "windows": windows(results["kinds"]),

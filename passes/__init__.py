@@ -31,6 +31,7 @@ from .clone import clone
 from .hold import HoldLengths
 from .linear import RewriteSingleRowLinears
 from .lint import Lint
+from .pairs import PairWrites
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaLayouts, Rewrite
@@ -77,6 +78,7 @@ def pipeline(
         *([HoldLengths(fake_mode)] if hold else []),
         *([RewriteSingleRowLinears()] if single_row_linears else []),
         Lint(),
+        PairWrites(),
     ]
 
 

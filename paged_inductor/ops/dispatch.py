@@ -15,7 +15,7 @@ from . import formulas, library
 from .decode import decode_attention
 from .plan import MaskPlan, StepPlan
 
-__all__ = ["attention", "cache_write", "copy_blocks", "execute_copies", "gather"]
+__all__ = ["attention", "cache_write", "cache_write_kv", "copy_blocks", "execute_copies", "gather"]
 
 
 def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
@@ -27,6 +27,11 @@ def cache_write(arena: Tensor, new: Tensor, plan: StepPlan) -> None:
         torch.ops.paged_inductor.cache_write(arena, new, plan.block_table, plan.seq_lens)
     else:
         formulas.cache_write(arena, new, plan)
+
+
+def cache_write_kv(k_arena: Tensor, v_arena: Tensor, k: Tensor, v: Tensor, plan: StepPlan) -> None:
+    """`cache_write` of a layer's K and V at once, by one kernel. Obligation: kernels serve the arenas' device."""
+    torch.ops.paged_inductor.cache_write_kv(k_arena, v_arena, k, v, plan.block_table, plan.seq_lens)
 
 
 def attention(

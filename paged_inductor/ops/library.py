@@ -15,7 +15,7 @@ from .._layout import head_dim, is_packed, unpack
 from ..kernels import reference
 from .operator import operator
 
-__all__ = ["attention", "cache_write", "gather", "uses_kernels"]
+__all__ = ["attention", "cache_write", "cache_write_kv", "gather", "uses_kernels"]
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -36,6 +36,20 @@ def cache_write(arena: Tensor, new: Tensor, block_table: Tensor, seq_lens: Tenso
         implementation.cache_write(codes, new, block_table, seq_lens, scales=scales)
     else:
         implementation.cache_write(arena, new.to(arena.dtype), block_table, seq_lens)
+
+
+@operator(_no_result, mutates=("k_arena", "v_arena"))
+def cache_write_kv(
+    k_arena: Tensor, v_arena: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seq_lens: Tensor
+) -> None:
+    """`cache_write` of a layer's K and V; see `kernels.cache_write_kv`."""
+    implementation = kernels if uses_kernels(k_arena.device) else reference
+    scales: dict[str, Tensor] = {}
+    if is_packed(k_arena):
+        (k_arena, scales["k_scales"]), (v_arena, scales["v_scales"]) = unpack(k_arena), unpack(v_arena)
+    else:
+        k, v = k.to(k_arena.dtype), v.to(v_arena.dtype)
+    implementation.cache_write_kv(k_arena, v_arena, k, v, block_table, seq_lens, **scales)
 
 
 def _attention_result(q: Tensor, k_arena: Tensor, v_arena: Tensor, *rest: object, **kwargs: object) -> Tensor:

@@ -80,6 +80,7 @@ def test_triton_kernels_end_to_end(inner: str, triton_on_cpu: None, monkeypatch:
 
     counted("attention")
     counted("cache_write")
+    counted("cache_write_kv")
     torch.manual_seed(2)
     model = Decoder(Form(gqa="expand"), layers=1)
     prompt = torch.randint(0, 61, (2, 30))
@@ -88,4 +89,4 @@ def test_triton_kernels_end_to_end(inner: str, triton_on_cpu: None, monkeypatch:
     tokens, past = generate(step, prompt, 8, chunks=(5, 19))
     assert torch.equal(tokens, expected)
     assert isinstance(past[0][0], PagedTensor)
-    assert calls == {"attention": 10, "cache_write": 22}
+    assert calls == {"attention": 10, "cache_write_kv": 11}
