@@ -106,14 +106,21 @@ def static_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention for several queries over static buffers (`plan_static`). The unwritten positions, all zeros, are one
-    more key, as heavy as all of them that the mask lets a query see."""
+    """Attention for several queries over static buffers (`plan_static`). The unwritten positions, all zeros, are as
+    heavy as all of them that the mask lets a query see: with a bool mask, one more key is; around the least number of
+    a float mask, a logarithm of their number would be lost."""
     written = plan._replace(kv_len=plan.extent, static=False)
     read = torch.sym_min(plan.extent, plan.kv_len)
-    key, value = (F.pad(gather(arena, written, q.dtype)[:, :, :read], (0, 0, 0, 1)) for arena in (k_arena, v_arena))
+    key, value = (gather(arena, written, q.dtype)[:, :, :read] for arena in (k_arena, v_arena))
     bias = torch.where(mask, 0.0, float("-inf")) if mask.dtype == torch.bool else mask.float()
     bias = bias.expand(*bias.shape[:-1], plan.kv_len)
+    if mask.dtype != torch.bool:
+        unwritten = F.pad(bias[..., read:], (0, 1), value=float("-inf"))
+        top = unwritten.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+        zeros = (top, (unwritten - top).exp().sum(-1, keepdim=True))
+        return _explicit_attention(q, key, value, bias[..., :read], scale, softcap, sinks, zeros)
     visible = torch.cat([bias[..., :read], bias[..., read:].logsumexp(-1, keepdim=True)], -1)
+    key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
     return _dense_attention(q, key, value, visible, scale, softcap, sinks)
 
 
@@ -141,9 +148,19 @@ def _dense_attention(
 
 
 def _explicit_attention(
-    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    zeros: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What SDPA has no words for: scores that are capped, sinks that share the softmax. Float32 arithmetic."""
+    """What SDPA has no words for: scores that are capped, sinks that share the softmax. Float32 arithmetic.
+
+    zeros: maximum and sum of exponentials, [1 or B, 1 or H_q, 1 or Q, 1], of the biases of keys and values of zeros.
+    """
     batch, heads_q, num_queries, _ = q.shape
     packed = (batch, key.shape[1], heads_q // key.shape[1] * num_queries)
     scores = q.reshape(*packed, q.shape[3]).float() @ key.float().mT * scale
@@ -155,11 +172,15 @@ def _explicit_attention(
     logits = None if sinks is None else sinks.float()[:, None, None]  # [H_q, 1, 1]
     if logits is not None:
         top = torch.maximum(top, logits)
+    if zeros is not None:
+        top = torch.maximum(top, zeros[0])
     top = top.clamp_min(torch.finfo(torch.float32).min)  # a query that sees nothing: exp(-inf - top) is 0
     weights = (scores - top).exp()
     norm = weights.sum(-1, keepdim=True)
     if logits is not None:
         norm = norm + (logits - top).exp()
+    if zeros is not None:
+        norm = norm + (zeros[0] - top).exp() * zeros[1]
     out = weights.view(*packed, key.shape[2]) @ value.float()
     out = out.view(batch, heads_q, num_queries, value.shape[3]) / torch.where(norm > 0, norm, 1.0)
     return out.to(q.dtype)
