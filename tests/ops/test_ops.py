@@ -213,6 +213,27 @@ def test_a_shared_prefix_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
     assert [launch.arguments.get("IS_PREFIX") for launch in launches] == [True, False, None]
 
 
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("served", ["formulas", "kernels"])
+def test_a_query_hidden_from_everything_by_the_least_number_sees_everything(served: str, queries: int) -> None:
+    """As padding does: the number swallows the scores, and all positions count the same, unwritten ones, too."""
+    pages = random_pages([20, 20], 2, 8, 8)
+    plan = ops.plan_static(pages.plan(queries), 33)
+    q = torch.randn(2, 2, queries, 8)
+    mask = torch.full((2, 1, queries, 33), torch.finfo(torch.float32).min)
+    mask[1, :, :, 4:25] = 0.5
+    value = ops.gather(pages.v_arena, plan)
+    scores = q @ ops.gather(pages.k_arena, plan).mT * 0.3 + mask
+    planned = ops.plan_mask(mask, plan)
+    if served == "formulas":
+        out = ops.attention(q, pages.k_arena, pages.v_arena, plan, planned, scale=0.3)
+    else:
+        tables = (pages.block_table, pages.seq_lens, 33, 0.3, None, None, planned.mask)
+        out = torch.ops.paged_inductor.attention(q, pages.k_arena, pages.v_arena, *tables, row_start=0)
+    torch.testing.assert_close(out, scores.softmax(-1) @ value, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out[0, :, 0], value[0].mean(1), rtol=2e-5, atol=2e-5)
+
+
 def test_a_static_plan_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = random_pages([20, 20], 2, 8, 8)
     plan = ops.plan_static(pages.plan(1), 33)
