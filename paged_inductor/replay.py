@@ -67,7 +67,7 @@ class Replay:
             elif held.kind == "width":
                 values.append(schedules[held.index].block_table.shape[1])
             elif held.kind == "hidden":
-                values.append(schedules[held.index].hidden(views[held.index].length))
+                values.append(manager().hidden(views[held.index], schedules[held.index]))
             else:
                 values.append(plans[held.index].group.arenas[0].shape[0])
         return values

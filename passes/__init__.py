@@ -77,8 +77,8 @@ def pipeline(
         Rewrite(fake_mode, block_size, arena_layout, streams=not hold),
         *([HoldLengths(fake_mode)] if hold else []),
         *([RewriteSingleRowLinears()] if single_row_linears else []),
-        Lint(),
         PairWrites(),
+        Lint(),
     ]
 
 

@@ -23,6 +23,7 @@ class Lint(Pass):
         if names:
             raise LintError(f"paged inputs are left in the graph: {names}")
         writes = sum(is_call(node, (ops.cache_write,)) for node in graph.nodes)
+        writes += 2 * sum(is_call(node, (ops.cache_write_kv,)) for node in graph.nodes)
         expected = sum(site.kind != "read" for site in state.sites)
         if writes != expected:
             raise LintError(f"{writes} cache writes for {expected} caches")

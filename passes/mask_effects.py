@@ -117,6 +117,8 @@ def _effects(node: Node) -> tuple[list[Node], list[Node]]:
             return [], []
         if target is ops.cache_write:
             return [], own
+        if target is ops.cache_write_kv:
+            return [], [node for node in node.args[:2] if isinstance(node, Node)]
         if target in _PLANS:
             return everything, []
         if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):

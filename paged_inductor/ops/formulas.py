@@ -106,9 +106,9 @@ def static_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention for several queries over static buffers (`plan_static`). The unwritten positions, all zeros, are as
-    heavy as all of them that the mask lets a query see: with a bool mask, one more key is; around the least number of
-    a float mask, a logarithm of their number would be lost."""
+    """Attention for several queries over static buffers (`plan_static`), whose unwritten positions are zeros. With a
+    bool mask, one more key stands for them, with the logarithm of their number as its bias. With a float mask, they go
+    into the softmax's sum: that logarithm would vanish beside the least number."""
     written = plan._replace(kv_len=plan.extent, static=False)
     read = torch.sym_min(plan.extent, plan.kv_len)
     key, value = (gather(arena, written, q.dtype)[:, :, :read] for arena in (k_arena, v_arena))

@@ -14,7 +14,8 @@ def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[
     """Decorator: make `torch.ops.paged_inductor.{function's name}` of a function, and return it.
 
     fake: makes the result from tensors without values. mutates: the arguments that are written to. Unlike those of
-    `torch.library.custom_op`, it has no layers for autograd, which take 10 us of every call.
+    `torch.library.custom_op`, it has no layers for autograd, which take 10 us of every call, and so no gradients, and
+    no error that says so. Obligation: it is called where none are recorded.
     """
 
     def register(function: Callable[..., Any]) -> Any:

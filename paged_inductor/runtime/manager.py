@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import get_ident
 
+import torch
+
 from .._config import on_change
 from .._errors import IntegrityError
 from .ahead import Ahead
@@ -166,17 +168,29 @@ class Manager(Streams):
 
     def schedule(self, view: View) -> Schedule:
         """The kernels' tensors for `view`, cached with it. Obligation: a step uses it, between `begin` and `end`."""
-        schedule = view.schedule
-        if schedule is None or schedule.epoch != view.group.epoch:
+        schedule, group = view.schedule, view.group
+        if schedule is None or schedule.epoch != group.epoch:
             with self.locked():
                 arrival = self.arrival(view)
                 schedule = view.schedule = Schedule(view, arrival.blocks if arrival is not None else None)
-        if view.group.order is not None:
-            view.group.order.keep(schedule.tensors)
+        if group.order is not None and group.order.several:
+            with self.locked():
+                group.follow()  # another stream may still be filling the tensors
+                group.order.keep(schedule.tensors)
         if self._sanitizing:
             with self.locked():
                 self._check((view,))
         return schedule
+
+    def hidden(self, view: View, schedule: Schedule) -> torch.Tensor:
+        """`Schedule.hidden` of a view whose schedule it is. Obligation: as for `schedule`."""
+        group = view.group
+        with self.locked():
+            group.follow()
+            tensor = schedule.hidden(view.length)
+            if group.order is not None:
+                group.order.keep([tensor])
+        return tensor
 
     # -- debug mode ------------------------------------------------------------------------------------------
 

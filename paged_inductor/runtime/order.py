@@ -16,11 +16,14 @@ __all__ = ["StreamOrder"]
 
 
 class StreamOrder:
-    """Which streams may have unfinished work on a group's blocks. Obligation: the caller holds the manager's lock."""
+    """Which streams may have unfinished work on a group's blocks. Obligation: the caller holds the manager's lock.
+
+    several: whether more than one stream ever had.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._behind: list[torch.Stream] = []  # streams that others have not waited for yet
+        self._behind: list[torch.Stream] = []  # who follows waits for these: the work of all others is before theirs
         self._first: torch.Stream | None = None
         self.several = False
 
@@ -36,7 +39,7 @@ class StreamOrder:
         self._note(stream)
 
     def launched(self) -> None:
-        """This thread has launched what others must wait for, since it began to `follow`."""
+        """This thread has launched what others must wait for."""
         stream = torch.accelerator.current_stream(self._device)
         if stream not in self._behind:
             self._behind.append(stream)
@@ -48,8 +51,8 @@ class StreamOrder:
         self.several |= stream != self._first
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the memory of tensors, if they die, be used again only after what this thread has launched and launches
-        on its stream until then."""
+        """`record_stream` for this thread's stream, if there are several: the tensors' memory is not used again before
+        the stream is done with them."""
         if self.several:
             stream = torch.accelerator.current_stream(self._device)
             for tensor in tensors:

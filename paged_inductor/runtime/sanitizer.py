@@ -158,6 +158,7 @@ class Sanitizer:
                 )
 
     def _check_zero_page(self, view: View) -> None:
+        self._group.follow()
         for site, arena in enumerate(self._group.arenas):
             if bool(arena[ZERO_BLOCK].ne(0).any()):
                 raise SanitizerError(

@@ -44,14 +44,17 @@ class AttentionCall:
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
+    enable_gqa: bool = False
 
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self:
-        """func: SDPA, or one of `FUSED`."""
-        names = ("attn_mask" if x.name == "attn_bias" else x.name for x in func._schema.arguments)
+        """func: SDPA, or one of `FUSED`, of which most take grouped heads without being told."""
+        names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args)) | kwargs
         if "attn_bias" in given:
             given["attn_mask"] = given["attn_bias"]
+        if "enable_gqa" not in names:
+            given["enable_gqa"] = given["query"].shape[-3] != given["key"].shape[-3]
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
 
@@ -122,7 +125,7 @@ def _dense(call: AttentionCall) -> Tensor:
         call.dropout_p,
         is_causal,
         scale=call.scale,
-        enable_gqa=call.query.shape[1] != call.key.shape[1],
+        enable_gqa=call.enable_gqa,
     )
     return result
 

@@ -236,6 +236,10 @@ def test_streams_that_use_one_anothers_blocks(device: torch.device) -> None:
         found = []
         for turn, prompt in enumerate(prompts):  # the blocks of each are the next one's, whose stream is another
             with streams[turn % 2]:
+                if device.type == "cuda":
+                    torch.cuda._sleep(
+                        50_000_000
+                    )  # the device lags behind, so that nothing is done before it is launched
                 found.append(generate(step, prompt, steps)[0])
     if device.type == "cuda":
         torch.cuda.synchronize()

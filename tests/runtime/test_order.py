@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_inductor.runtime import CacheGroup, Manager, Schedule, SiteSpec, View
@@ -17,7 +17,7 @@ from paged_inductor.runtime.order import StreamOrder
 from paged_inductor.runtime.sanitizer import Sanitizer
 
 CPU = torch.device("cpu")
-ACTIONS = ("begin", "end", "drop", "trim", "copy")
+ACTIONS = ("begin", "end", "drop", "trim", "read", "join", "tables", "tables")
 
 
 class Stream:
@@ -46,6 +46,7 @@ class Device:
         self.current = self.streams[0]
         self.finished: Counter[Stream] = Counter()
         self.ordered = True
+        self.filled: dict[Schedule, Counter[Stream]] = {}  # the launch that filled a schedule's tensors
         self.runtime = Manager()
         sites = (SiteSpec(1, 4, torch.float32, CPU),) * 2
         self.group = self.runtime.group(sites, 4)
@@ -55,6 +56,23 @@ class Device:
         """Work of the current stream on blocks: behind all that has ended."""
         self.ordered &= self.current.is_behind(self.finished)  # views die where nothing can be raised
         self.current.launch()
+
+    def filling(self) -> Any:
+        """A patch: a schedule that is made launches its copies."""
+        make = Schedule.__init__
+
+        def made(schedule: Schedule, *args: Any) -> None:
+            make(schedule, *args)
+            self.current.launch()
+            self.filled[schedule] = Counter({self.current: self.current.behind[self.current]})
+
+        return mock.patch.object(Schedule, "__init__", made)
+
+    def read_tables(self, view: View) -> None:
+        """A kernel of the current stream that a step launches, and that reads the view's tables."""
+        schedule = self.runtime.schedule(view)
+        self.ordered &= self.current.is_behind(self.filled[schedule])
+        self.launch()
 
     def outside_of_steps(self, owner: Any, name: str) -> Any:
         """A patch: a method that launches something itself, in the end."""
@@ -69,6 +87,7 @@ class Device:
         return mock.patch.object(owner, name, watched)
 
 
+@settings(max_examples=500)
 @given(
     st.integers(1, 3),
     st.booleans(),
@@ -95,8 +114,6 @@ def test_work_comes_after_all_that_has_ended(
             old = views[number % len(views)] if views and number else None
             made = runtime.append(old, 3) if old is not None else runtime.create(group, 2, 3, "test")
             runtime.begin([made.view])
-            runtime.schedule(made.view)
-            device.launch()
             running.append((made.view, device.current))
 
         def end(number: int) -> None:
@@ -111,6 +128,7 @@ def test_work_comes_after_all_that_has_ended(
             device.outside_of_steps(SiteSpec, "put"),
             device.outside_of_steps(Schedule, "advance"),
             device.outside_of_steps(Sanitizer, "poison"),
+            device.filling(),
         ):
             for stream, action, number in actions:
                 device.current = device.streams[stream % num_streams]
@@ -122,16 +140,38 @@ def test_work_comes_after_all_that_has_ended(
                     del views[number % len(views)]
                 elif action == "trim" and not running:
                     runtime.trim()
-                elif action == "copy" and views:
-                    runtime.derive(views[0], views[0].rows, views[0].lengths, views[0].length)
+                elif action == "read" and views:
                     with runtime.using(views[0]):
-                        device.launch()
+                        device.read_tables(views[0])
                     device.finished |= device.current.behind
+                elif action == "join" and (running or views):  # a second step on a view, perhaps a running one
+                    views_now = [view for view, _ in running] + views
+                    view = views_now[number % len(views_now)]
+                    runtime.begin([view])
+                    running.append((view, device.current))
+                    del view, views_now
+                elif action == "tables" and running:
+                    device.current = running[number % len(running)][1]
+                    device.read_tables(running[number % len(running)][0])
             while running:
                 end(0)
             views.clear()
         assert device.ordered
         assert num_streams > 1 or device.streams[0].waits == 0
+
+
+def test_two_steps_on_one_view_begin_before_its_tables_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(2)
+    monkeypatch.setattr("torch.accelerator.current_stream", lambda _: device.current)
+    with mock.patch("torch.Tensor.record_stream") as kept, device.filling():
+        view = device.runtime.create(device.group, 2, 3, "test").view
+        for work in (device.runtime.begin, lambda views: device.read_tables(*views), device.runtime.end):
+            for stream in device.streams:
+                device.current = stream
+                work([view])
+        assert device.ordered
+        assert kept.call_count == 4  # both tables, for both streams
+        del view
 
 
 def test_one_stream_waits_for_nobody_and_keeps_nothing() -> None:

@@ -339,6 +339,14 @@ def test_a_token_at_the_begin_of_a_block_is_overwritten_alone(stored_as: torch.d
     torch.testing.assert_close(handle.dense(), before)  # type: ignore[attr-defined]
 
 
+def test_query_heads_that_broadcast(dense: Tensor) -> None:
+    key, value = paged_like(dense, dense + 1)
+    query = torch.randn(2, 1, 4, 4)
+    with torch.inference_mode():
+        out = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, dense, dense + 1))
+
+
 def test_an_empty_handle_has_an_empty_copy(dense: Tensor) -> None:
     for kernels in (False, True):
         configure(triton_on_cpu=kernels)
