@@ -32,6 +32,7 @@ are read as 16-bit words of two, and taken apart in registers: for a product who
 Triton lays V's tile out in vectors of 8 elements, so that it would be read 8 bytes at a time. It still is where V's
 head dim is no multiple of 16, so that rows are not aligned either. Pieces of K and V that have fewer bytes than 16 a
 thread are read 8 at a time: the dims of K behind a power of two, of which 80 has 16, in tiles of few keys.
+A write of one token takes one warp, whose threads have less than 16 bytes of its row each.
 """
 
 

@@ -133,7 +133,7 @@ class KernelSanitizer:
         """The addresses of the lanes that take part, in bounds and aligned."""
         addresses, lanes = np.broadcast_arrays(ptrs.data, mask.data)
         addresses = addresses[lanes.astype(bool)]
-        itemsize = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        itemsize = _itemsize(ptrs)
         spans = [ptrs.origin] if getattr(ptrs, "origin", None) else self._raw
         inside = np.zeros(addresses.shape, bool)
         for span in spans:
@@ -146,7 +146,7 @@ class KernelSanitizer:
         return addresses
 
     def _load(self, load: Callable[..., Any], builder: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
-        itemsize = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        itemsize = _itemsize(ptrs)
         self._loaded.add(self._checked("load", ptrs, mask), itemsize)
         if other is None and not mask.data.all():
             dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
@@ -155,7 +155,7 @@ class KernelSanitizer:
         return load(builder, ptrs, mask, other, *rest)
 
     def _store(self, store: Callable[..., Any], builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        itemsize = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        itemsize = _itemsize(ptrs)
         self._stored.add(self._checked("store", ptrs, mask), itemsize)
         return store(builder, ptrs, value, mask, *rest)
 
@@ -166,6 +166,10 @@ class KernelSanitizer:
             if (wide.data < INT32.min).any() or (wide.data > INT32.max).any():
                 self._fail(f"a 32-bit integer overflows: {wide.data.min()} to {wide.data.max()}")
         return out
+
+
+def _itemsize(ptrs: Any) -> int:
+    return max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
 
 
 def _as_int64(handle: Any) -> Any:

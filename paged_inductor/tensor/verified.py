@@ -192,7 +192,7 @@ def _check_values(func: Any, args: Any, kwargs: dict[str, Any], given: list[Veri
         return promote(value, None)._shadow.values if isinstance(value, PagedTensor) else value
 
     query, key, value = dense_side(call.query), dense_side(call.key), dense_side(call.value)
-    grouped = query.shape[1] != key.shape[1]
+    grouped = query.shape[1] > key.shape[1]  # fewer broadcast
     with torch.no_grad():
         dense = F.scaled_dot_product_attention(
             query, key, value, dense_side(mask), is_causal=is_causal, scale=call.scale, enable_gqa=grouped

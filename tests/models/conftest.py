@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 import paged_inductor
 from paged_inductor import backend, program, stats
 from paged_inductor._config import reset_config
-from paged_inductor.ops import dispatch, library
 from paged_inductor.runtime import manager
 from paged_inductor.step import StaticWrites
 
-from .replaying import ForbidReads, Recordings, Twins
+from .replaying import ForbidReads, Recordings, let_twins_serve
 
 
 @pytest.fixture
@@ -66,8 +65,7 @@ def kernels_serve(own_options: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     monkeypatch.setattr(backend, "compile_inner", compiled)
     paged_inductor.configure(triton_on_cpu=True)
-    for module in (library, dispatch):
-        monkeypatch.setattr(module, "kernels", Twins())
+    let_twins_serve(monkeypatch)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not replay")
         yield

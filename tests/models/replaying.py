@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paged_inductor.kernels import reference
+from paged_inductor.ops import dispatch, library
 
 MODE = {"inner": "eager", "mode": "reduce-overhead"}
 READS = ("_local_scalar_dense", "nonzero", "item", "unique")
@@ -29,6 +31,12 @@ class Twins:
     @staticmethod
     def attention(*args: Any, deterministic: bool, **options: Any) -> Tensor:
         return reference.attention(*args, **options)
+
+
+def let_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels serve, their twins do."""
+    for module in (library, dispatch):
+        monkeypatch.setattr(module, "kernels", Twins())
 
 
 class ForbidReads(TorchDispatchMode):

@@ -6,9 +6,7 @@ import os
 
 import pytest
 
-from paged_inductor.ops import dispatch, library
-
-from ..models.replaying import Twins
+from ..models.replaying import let_twins_serve
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +18,4 @@ def formula(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels serve, their twins do."""
-    for module in (library, dispatch):
-        monkeypatch.setattr(module, "kernels", Twins())
+    let_twins_serve(monkeypatch)

@@ -22,6 +22,7 @@ from paged_inductor import MaterializationError, PagedTensor, PoolMismatchError,
 from paged_inductor._config import reset_config
 from paged_inductor.runtime import manager
 from paged_inductor.tensor.attend import FUSED
+from paged_inductor.tensor.verified import promote
 
 from .factory import paged_like, view_of
 from .model import Boom, attention, broken
@@ -339,8 +340,11 @@ def test_a_token_at_the_begin_of_a_block_is_overwritten_alone(stored_as: torch.d
     torch.testing.assert_close(handle.dense(), before)  # type: ignore[attr-defined]
 
 
-def test_query_heads_that_broadcast(dense: Tensor) -> None:
+@pytest.mark.parametrize("verified", [False, True])
+def test_query_heads_that_broadcast(verified: bool, dense: Tensor) -> None:
     key, value = paged_like(dense, dense + 1)
+    if verified:
+        key, value = (promote(handle, None) for handle in (key, value))
     query = torch.randn(2, 1, 4, 4)
     with torch.inference_mode():
         out = F.scaled_dot_product_attention(query, key, value)
