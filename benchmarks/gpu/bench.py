@@ -44,9 +44,26 @@ class Bench:
         return next((gpu for key, gpu in GPUS.items() if key in name), None)
 
     def seconds(self, call: Callable[[], Any]) -> float | None:
-        """Median time of a call with cold caches; on a CPU None, after one call."""
+        """Median time of a call on the device, with cold caches; on a CPU None, after one call.
+
+        The call's kernels are replayed as one CUDA graph: launched one by one, short ones would wait for the host.
+        """
         if self.tiny:
             call()
+            return None
+        call()  # what is made at a first call is not recorded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+            return self.launched_seconds(graph.replay)
+        finally:
+            graph.reset()
+
+    def launched_seconds(self, call: Callable[[], Any]) -> float | None:
+        """As `seconds`, with the host's time to launch what the device waits for; the call is not run on a CPU."""
+        if self.tiny:
             return None
         from triton.testing import do_bench
 

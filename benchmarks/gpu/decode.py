@@ -123,6 +123,7 @@ def run(case: Case, bench: Bench) -> Cell:
     floor = roofline.floor_seconds(work, bench.gpu, dtype) if bench.gpu else None
     cell: Cell = {
         "us": microseconds(seconds),
+        "launched_us": microseconds(bench.launched_seconds(call)),
         "gb_s": rate(work.bytes, seconds, 1e9),
         "of_copy": ratio(rate(work.bytes, seconds, 1), bench.copy_bandwidth),
         "of_floor": ratio(floor, seconds),

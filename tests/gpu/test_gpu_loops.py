@@ -217,7 +217,7 @@ def test_a_replayed_step_is_one_graph_launch_without_waiting(device: torch.devic
 def test_a_replayed_static_step_is_one_graph_launch_without_waiting(device: torch.device, counters: None) -> None:
     model = StaticDecoder(4, device)
     step = torch.compile(model, backend="paged_inductor", options={"mode": "reduce-overhead"})
-    static_steps(step, torch.randint(0, 61, (2, 9), device=device), 6)
+    static_steps(step, torch.randint(0, 61, (2, 17), device=device), 6)  # until 32 tokens no row begins another block
     token = torch.zeros(2, 1, dtype=torch.int64, device=device)
     with torch.no_grad():
         assert_replays(lambda: step(token))
@@ -237,9 +237,7 @@ def test_streams_that_use_one_anothers_blocks(device: torch.device) -> None:
         for turn, prompt in enumerate(prompts):  # the blocks of each are the next one's, whose stream is another
             with streams[turn % 2]:
                 if device.type == "cuda":
-                    torch.cuda._sleep(
-                        50_000_000
-                    )  # the device lags behind, so that nothing is done before it is launched
+                    torch.cuda._sleep(50_000_000)  # the device lags behind: nothing is done before it is launched
                 found.append(generate(step, prompt, steps)[0])
     if device.type == "cuda":
         torch.cuda.synchronize()
