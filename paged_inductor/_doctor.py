@@ -70,6 +70,7 @@ def _check_loop(inner: str, device: torch.device) -> None:
         key, value = torch.cat((key, x), 2), torch.cat((value, x + 1), 2)
         return F.scaled_dot_product_attention(x, key, value), key, value
 
+    torch._dynamo.reset()  # of one function, Dynamo compiles few graphs: this device's are not the first
     compiled = torch.compile(step, backend="paged_inductor", options={"inner": inner, "label": "doctor"})
     torch.manual_seed(0)
     key = value = paged_key = paged_value = torch.empty(1, 2, 0, 16, device=device)

@@ -81,8 +81,8 @@ def static_cache(model: Any, case: Case) -> Any:
 
 
 def static_graphs(model: Any) -> Callable[..., Any]:
-    """Steps in CUDA graphs and prompts without, as `generate` does it with a StaticCache: the cache must be made, and its
-    tensors marked as staying where they are, before a step is compiled."""
+    """Steps in CUDA graphs and prompts without, as `generate` does it with a StaticCache: a prompt that is not compiled
+    marks the cache's tensors as staying where they are."""
     step = torch.compile(model, mode="reduce-overhead")
     return lambda input_ids, **inputs: (step if input_ids.shape[1] == 1 else model)(input_ids=input_ids, **inputs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from paged_inductor import _ab, _doctor
 from paged_inductor.__main__ import main
@@ -16,6 +17,13 @@ def test_doctor_finds_a_healthy_installation(capsys: pytest.CaptureFixture[str])
     assert "paged loop, inner='eager': right" in printed
     assert "paged loop, inner='inductor': right" in printed
     assert "books              balanced" in printed
+
+
+def test_doctor_checks_more_than_dynamo_compiles_of_one_function() -> None:
+    """A machine with a GPU has four checks, one with eight GPUs eighteen."""
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for inner in ("eager", "aot_eager", "inductor"):
+            _doctor._check_loop(inner, torch.device("cpu"))
 
 
 def test_doctor_shows_what_failed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ class PretendGpu(Bench):
         call()
         return 1e-3
 
+    launched_seconds = seconds
+
     def need(self, num_bytes: int) -> None:
         pass
 
@@ -96,6 +98,7 @@ def test_rates_are_made_of_the_models_bytes_and_operations() -> None:
     layer = roofline.Layer.plain(4, 2, 16, 4)
     work = roofline.attention(layer, [70, 70], 1)
     assert (cell["status"], cell["us"], cell["sdpa_over_paged"]) == ("measured", 1000.0, 1.0)
+    assert cell["launched_us"] == 1000.0
     assert cell["gb_s"] == pytest.approx(work.bytes / 1e6, abs=1e-3)
     assert cell["of_copy"] == pytest.approx(work.bytes * 1e3 / 1e6, rel=1e-3)
     assert cell["of_floor"] == pytest.approx(work.bytes / 4.8e12 / 1e-3, abs=1e-4)
