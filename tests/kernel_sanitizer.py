@@ -48,13 +48,16 @@ class Span(NamedTuple):
 
 
 class Accesses:
-    """Addresses of one launch, each access in the order in which programs made them."""
+    """Addresses of one launch or several, each access in the order in which programs made them."""
 
     def __init__(self) -> None:
         self._all: list[tuple[np.ndarray, int]] = []
 
     def add(self, addresses: np.ndarray, itemsize: int) -> None:
         self._all.append((addresses, itemsize))
+
+    def extend(self, others: "Accesses") -> None:
+        self._all += others._all
 
     def words(self, size: int) -> np.ndarray:
         """Addresses of words of `size` bytes that the accesses consist of, with repetitions."""
@@ -65,6 +68,18 @@ class Accesses:
         return min((itemsize for _, itemsize in self._all), default=8)
 
 
+class Traffic(NamedTuple):
+    """What launches load and store."""
+
+    loaded: Accesses
+    stored: Accesses
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """How many distinct bytes are loaded and stored."""
+        return np.unique(self.loaded.words(1)).size, np.unique(self.stored.words(1)).size
+
+
 class KernelSanitizer:
     """Watches launches; `hazards` keeps what it raised, for callers between it and a test that catch errors."""
 
@@ -73,6 +88,7 @@ class KernelSanitizer:
         self.launches = 0
         self._kernel = ""
         self._stored, self._loaded = Accesses(), Accesses()
+        self._observed: list[Traffic] = []
         self._raw: list[Span] = []  # memory that kernels find by addresses which are data
 
     @contextmanager
@@ -97,6 +113,16 @@ class KernelSanitizer:
                 patch(builder, f"create_{name}", self._integers)
             yield
 
+    @contextmanager
+    def traffic(self) -> Iterator[Traffic]:
+        """All that the launches in this context load and store. Obligation: `watch` is entered."""
+        traffic = Traffic(Accesses(), Accesses())
+        self._observed.append(traffic)
+        try:
+            yield traffic
+        finally:
+            self._observed.remove(traffic)
+
     def _fail(self, what: str) -> None:
         self.hazards.append(f"{self._kernel}: {what}")
         raise KernelHazard(self.hazards[-1])
@@ -105,6 +131,9 @@ class KernelSanitizer:
         self.launches += 1
         self._kernel, self._stored, self._loaded = executor.fn.__name__, Accesses(), Accesses()
         run(executor, *args, **kwargs)
+        for traffic in self._observed:
+            traffic.loaded.extend(self._loaded)
+            traffic.stored.extend(self._stored)
         size = min(self._stored.smallest(), self._loaded.smallest())
         stored, times = np.unique(self._stored.words(size), return_counts=True)
         if (times > 1).any():

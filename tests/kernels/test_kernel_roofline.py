@@ -1,9 +1,9 @@
-"""The model of bytes against the kernels themselves: the interpreter reports every address that they touch."""
+"""The model of bytes against the kernels themselves: the sanitizer sees every address that they touch."""
 
-import numpy as np
+from collections.abc import Iterator
+
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from paged_cases import PagedBatch, build
 from paged_inductor import kernels
@@ -11,45 +11,15 @@ from paged_inductor.kernels import decode, roofline
 from paged_inductor.kernels.launch import LaunchConfig
 from paged_inductor.kernels.problem import attention_problem
 from paged_inductor.kernels.roofline import GPUS, Layer, Work
+from tests.kernel_sanitizer import KernelSanitizer, Traffic
 
 BLOCK, DIM, V_DIM, HEADS = 8, 16, 24, 2
 
 
-class Traffic:
-    """Distinct bytes read and written since it began to watch."""
-
-    def __init__(self) -> None:
-        self.read: set[int] = set()
-        self.written: set[int] = set()
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        return len(self.read), len(self.written)
-
-    def note(self, into: set[int], pointers: np.ndarray, mask: np.ndarray, itemsize: int) -> None:
-        pointers, mask = np.broadcast_arrays(pointers, mask)
-        for byte in range(itemsize):
-            into.update((pointers[mask] + byte).tolist())
-
-
 @pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    seen = Traffic()
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def watched_load(self: object, ptrs: object, mask: object, *rest: object) -> object:
-        out = load(self, ptrs, mask, *rest)
-        seen.note(seen.read, ptrs.data, mask.data, out.data.dtype.itemsize)
-        return out
-
-    def watched_store(self: object, ptrs: object, value: object, mask: object, *rest: object) -> object:
-        seen.note(seen.written, ptrs.data, mask.data, value.data.dtype.itemsize)
-        return store(self, ptrs, value, mask, *rest)
-
-    monkeypatch.setattr(builder, "create_masked_load", watched_load)
-    monkeypatch.setattr(builder, "create_masked_store", watched_store)
-    return seen
+def traffic(kernel_sanitizer: KernelSanitizer) -> Iterator[Traffic]:
+    with kernel_sanitizer.traffic() as traffic:
+        yield traffic
 
 
 def layer(group: int = 1, itemsize: int = 4) -> Layer:
