@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .operator import operator
 from .plan import StepPlan
 
 __all__ = ["arrived", "arriving"]
@@ -43,21 +44,16 @@ def arrived(plan: StepPlan, new: Tensor, group: int, sites: list[int]) -> StepPl
     before it has computed the layers before. The order follows from the table alone, which is copied: an operator that
     said that it changes arenas would have compilers copy these.
     """
-    table = torch.ops.paged_inductor.arrived(plan.block_table, new[0, 0, 0, 0], group, sites)
+    table = _arrived(plan.block_table, new[0, 0, 0, 0], group, sites)
     return plan._replace(block_table=table)
 
 
+def _another_table(table: Tensor, after: Tensor, group: int, sites: list[int]) -> Tensor:
+    return torch.empty_like(table)
+
+
+@operator(_another_table)
 def _arrived(table: Tensor, after: Tensor, group: int, sites: list[int]) -> Tensor:
     if _here.wait is not None:
         _here.wait(group, sites)
     return table.clone()
-
-
-# not by `custom_op`, which takes twice as long: it is called for every layer, and mostly for nothing
-torch.library.define("paged_inductor::arrived", "(Tensor table, Tensor after, int group, int[] sites) -> Tensor")
-torch.library.impl("paged_inductor::arrived", "default", _arrived)
-
-
-@torch.library.register_fake("paged_inductor::arrived")
-def _(table: Tensor, after: Tensor, group: int, sites: list[int]) -> Tensor:
-    return torch.empty_like(table)

@@ -10,13 +10,12 @@ head, D and Dv head dims, bs block size, B rows, MC chunks of the longest row. N
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._layout import head_dim, is_packed, unpack
 from .compiled import CompiledFormula
+from .operator import operator
 from .plan import MaskPlan, StepPlan
 
 __all__ = ["INDUCTOR_OPTIONS", "decode_attention", "decode_formula", "stored"]
@@ -202,6 +201,41 @@ _OPTIONS: dict[str, object] = {
 _formula = CompiledFormula(decode_formula, _DYNAMIC, _OPTIONS)
 
 
+def _decoded(q: Tensor, k_arena: Tensor, v_arena: Tensor, *rest: object) -> Tensor:
+    return q.new_empty((*q.shape[:3], head_dim(v_arena)))
+
+
+@operator(_decoded)
+def _decode(
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    table: Tensor,
+    row: Tensor,
+    slot_bias: Tensor,
+    of_row: Tensor,
+    count: Tensor,
+    mask_bias: Tensor | None,
+    mask_padding: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`decode_formula`, compiled. Packed arenas have scales of their own."""
+    k_scales = v_scales = None
+    if is_packed(k_arena):
+        (k_arena, k_scales), (v_arena, v_scales) = unpack(k_arena), unpack(v_arena)
+    # The code was compiled for contiguous operands (and for arenas in the order that `kind` names) and checks nothing.
+    chunks = (table, row, slot_bias, of_row, count)
+    others = (None if t is None else t.contiguous() for t in (*chunks, mask_bias, mask_padding, sinks))
+    tensors = [q.contiguous(), k_arena, v_arena, *others, k_scales, v_scales]
+    heads = None if mask_bias is None or mask_padding is None else (mask_bias.shape[1], mask_padding.shape[1])
+    shapes = (q.shape[1:], k_arena.shape[1:], v_arena.shape[3], table.shape[1], heads)
+    extras = (softcap, None if sinks is None else sinks.dtype)
+    kind = (scale, q.dtype, k_arena.dtype, v_arena.dtype, k_arena.stride(), v_arena.stride(), shapes, extras)
+    return _formula(kind, tensors, (scale, softcap))
+
+
 def decode_attention(
     q: Tensor,
     k_arena: Tensor,
@@ -218,7 +252,7 @@ def decode_attention(
     heads = k_arena.shape[1]
     packed = q.reshape(q.shape[0], heads, q.shape[1] // heads, q.shape[3])
     given = (None, None) if mask is None else (mask.bias, mask.padding)
-    out = torch.ops.paged_inductor.decode.default(
+    out = _decode.default(
         packed,
         k_arena,
         v_arena,
@@ -233,35 +267,3 @@ def decode_attention(
         sinks,
     )
     return out.view(q.shape[0], q.shape[1], 1, head_dim(v_arena))
-
-
-_library = torch.library.Library("paged_inductor", "FRAGMENT")
-_library.define(
-    "decode(Tensor q, Tensor k_arena, Tensor v_arena, Tensor table, Tensor row, Tensor slot_bias, Tensor of_row, "
-    "Tensor count, Tensor? mask_bias, Tensor? mask_padding, float scale, float? softcap=None, Tensor? sinks=None) "
-    "-> Tensor"
-)
-
-
-@torch.library.impl(_library, "decode", "CPU")
-def _decode(*arguments: Any) -> Tensor:
-    """A plain kernel rather than `torch.library.custom_op`: it is called once per layer and step, and costs less."""
-    (*tensors, scale), (softcap, sinks) = arguments[:11], (*arguments[11:], None, None)[:2]  # defaults are left out
-    q, k_arena, v_arena = tensors[:3]
-    k_scales = v_scales = None
-    if is_packed(k_arena):
-        (k_arena, k_scales), (v_arena, v_scales) = unpack(k_arena), unpack(v_arena)
-    # The code was compiled for contiguous operands (and for arenas in the order that `kind` names) and checks nothing.
-    others = (None if t is None else t.contiguous() for t in (*tensors[3:], sinks))
-    tensors = [q.contiguous(), k_arena, v_arena, *others, k_scales, v_scales]
-    mask_bias, padding = tensors[8:10]
-    heads = 0 if mask_bias is None else (mask_bias.shape[1], padding.shape[1])
-    shapes = (q.shape[1:], k_arena.shape[1:], v_arena.shape[3], tensors[3].shape[1], heads)
-    extras = (softcap, None if sinks is None else sinks.dtype)
-    kind = (scale, q.dtype, k_arena.dtype, v_arena.dtype, k_arena.stride(), v_arena.stride(), shapes, extras)
-    return _formula(kind, tensors, (scale, softcap))
-
-
-@torch.library.register_fake("paged_inductor::decode")
-def _(q: Tensor, k_arena: Tensor, v_arena: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], head_dim(v_arena)))
