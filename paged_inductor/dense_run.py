@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from .tensor.verified import VerifiedTensor, visible_tokens
+from .tensor.materialize import visible_tokens
+from .tensor.verified import VerifiedTensor
 
 __all__ = ["DenseRun"]
 

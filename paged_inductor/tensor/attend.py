@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend
 from .. import ops
 from ..runtime import manager
 from .handle import HANDLERS, PagedTensor, handles
-from .materialize import shown, step_plan
+from .materialize import step_plan, visible_tokens
 
-__all__ = ["FUSED", "AttentionCall", "without_padding"]
+__all__ = ["FUSED", "AttentionCall"]
 
 aten = torch.ops.aten
 
@@ -57,6 +57,18 @@ class AttentionCall:
             given["enable_gqa"] = given["query"].shape[-3] != given["key"].shape[-3]
         return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
+    def without_padding(self) -> Self:
+        """For attention on dense copies: the call with a mask that hides a ragged key's virtual padding, where no mask
+        decides. The call itself if there is nothing to hide."""
+        query, key = self.query, self.key
+        if self.attn_mask is not None or not isinstance(key, PagedTensor) or not key._view.ragged:
+            return self
+        visible = visible_tokens(key)[..., :1, :, :1].transpose(-2, -1)  # B 1 1 S
+        if self.is_causal:
+            visible = visible & torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device).tril()
+        mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, float("-inf"))
+        return replace(self, attn_mask=mask, is_causal=False)
+
 
 @handles(aten._fused_sdp_choice.default)
 def fused_sdp_choice(func: Any, query: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -69,7 +81,7 @@ def sdpa(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Query [B, H_q, Q, D] dense, key and value handles of one view: read from the pages; else on dense copies."""
     call = AttentionCall.of(func, args, kwargs)
     out = _paged(call)
-    return _dense(call) if out is None else out
+    return _dense(call.without_padding()) if out is None else out
 
 
 @handles(*FUSED)
@@ -78,9 +90,10 @@ def fused(func: Any, *args: Any, **kwargs: Any) -> Any:
     call = AttentionCall.of(func, args, kwargs)
     out = _paged(call)
     if out is None:
-        if call.attn_mask is not None or not _is_ragged(call.key):
+        hiding = call.without_padding()
+        if hiding is call:
             return HANDLERS[None](func, *args, **kwargs)
-        out = _dense(call)  # some take no mask
+        out = _dense(hiding)  # some take no mask
     empty = out.new_empty(0)
     return out, *(empty if "Tensor" in str(result.type) else 0 for result in func._schema.returns[1:])
 
@@ -114,38 +127,16 @@ def _paged(call: AttentionCall) -> Tensor | None:
 
 
 def _dense(call: AttentionCall) -> Tensor:
-    """SDPA on dense copies, without virtual padding."""
-    attn_mask, is_causal = without_padding(call.query, call.key, call.attn_mask, call.is_causal)
+    """SDPA on dense copies."""
     result: Tensor = HANDLERS[None](
         aten.scaled_dot_product_attention.default,
         call.query,
         call.key,
         call.value,
-        attn_mask,
+        call.attn_mask,
         call.dropout_p,
-        is_causal,
+        call.is_causal,
         scale=call.scale,
         enable_gqa=call.enable_gqa,
     )
     return result
-
-
-def _is_ragged(key: Tensor) -> bool:
-    return isinstance(key, PagedTensor) and key._view.ragged
-
-
-def without_padding(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool
-) -> tuple[Tensor | None, bool]:
-    """For attention on dense copies: the mask that hides a ragged key's virtual padding, where no mask decides."""
-    if attn_mask is not None or not isinstance(key, PagedTensor) or not key._view.ragged:
-        return attn_mask, is_causal
-    view = key._view
-    spec = view.group.sites[key._form.site]
-    pad = torch.tensor(view.pads, device=key.device)
-    token = torch.arange(view.length, device=key.device) >= pad[:, None]
-    visible = token[:, None, :, None].expand(-1, spec.heads, -1, spec.head_dim)
-    visible = shown(visible, key._form)[..., :1, :, :1].transpose(-2, -1)  # B 1 1 S
-    if is_causal:
-        visible = visible & torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device).tril()
-    return torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, float("-inf")), False

@@ -19,7 +19,7 @@ from ..runtime import View, manager
 from .base import Handle
 from .handle import HANDLERS, Form, PagedTensor, Step, apply_step, handles
 
-__all__ = ["copy_out", "dense_copy", "mutated", "shown", "stand_in", "step_plan", "views_of"]
+__all__ = ["copy_out", "dense_copy", "mutated", "stand_in", "step_plan", "views_of", "visible_tokens"]
 
 aten = torch.ops.aten
 
@@ -40,16 +40,16 @@ def copy_out(view: View, form: Form) -> Tensor:
     if view.static and view.extent == 0:
         spec = view.group.sites[form.site]
         size = (len(view.rows), spec.heads, view.length, spec.head_dim)
-        return shown(torch.zeros(size, dtype=spec.dtype, device=spec.device), form)
+        return _shown(torch.zeros(size, dtype=spec.dtype, device=spec.device), form)
     with torch.no_grad(), manager().using(view):
         dtype = view.group.sites[form.site].dtype
         value = ops.gather(view.group.arenas[form.site], step_plan(view), dtype)
         if view.static:
             value = F.pad(value, (0, 0, 0, view.length - view.extent))
-    return shown(value, form)
+    return _shown(value, form)
 
 
-def shown(value: Tensor, form: Form) -> Tensor:
+def _shown(value: Tensor, form: Form) -> Tensor:
     """A dense [B, H, S, D] tensor, as a handle of this form would show it."""
     axes = form.axes
     if "R" in axes or "h" in axes:
@@ -61,6 +61,15 @@ def shown(value: Tensor, form: Form) -> Tensor:
     for step in form.steps:
         value = apply_step(value, step)
     return value
+
+
+def visible_tokens(handle: PagedTensor) -> Tensor:
+    """Bool, of the handle's shape: False in the rows' virtual left padding."""
+    view = handle._view
+    spec = view.group.sites[handle._form.site]
+    pad = torch.tensor(view.pads, device=spec.device)
+    token = torch.arange(view.length, device=spec.device) >= pad[:, None]
+    return _shown(token[:, None, :, None].expand(-1, spec.heads, -1, spec.head_dim), handle._form)
 
 
 def dense_copy(handle: PagedTensor, name: str) -> Tensor:

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from .._errors import VerificationError
 from ..difference import difference
 from ..runtime import View
-from .attend import FUSED, AttentionCall, without_padding
+from .attend import FUSED, AttentionCall
 from .handle import Form, PagedTensor
-from .materialize import copy_out, mutated, shown
+from .materialize import copy_out, mutated, visible_tokens
 
-__all__ = ["Shadow", "VerifiedTensor", "promote", "visible_tokens"]
+__all__ = ["Shadow", "VerifiedTensor", "promote"]
 
 aten = torch.ops.aten
 
@@ -88,15 +88,6 @@ def promote(handle: PagedTensor, tolerance: float | None) -> VerifiedTensor:
         handle.__class__ = VerifiedTensor
         handle._shadow = Shadow(values, f"cache tensor {handle._form.site}", "stored tokens", 0, tolerance)  # type: ignore[attr-defined]
     return handle  # type: ignore[return-value]
-
-
-def visible_tokens(handle: PagedTensor) -> Tensor:
-    """Bool, of the handle's shape: False in the rows' virtual left padding."""
-    view = handle._view
-    spec = view.group.sites[handle._form.site]
-    pad = torch.tensor(view.pads, device=spec.device)
-    token = torch.arange(view.length, device=spec.device) >= pad[:, None]
-    return shown(token[:, None, :, None].expand(-1, spec.heads, -1, spec.head_dim), handle._form)
 
 
 def _beside(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -186,7 +177,7 @@ def _check_values(func: Any, args: Any, kwargs: dict[str, Any], given: list[Veri
     call = AttentionCall.of(func, args, kwargs)
     if call.dropout_p:
         return
-    mask, is_causal = without_padding(call.query, call.key, call.attn_mask, call.is_causal)
+    call = call.without_padding()
 
     def dense_side(value: Any) -> Any:
         return promote(value, None)._shadow.values if isinstance(value, PagedTensor) else value
@@ -195,6 +186,12 @@ def _check_values(func: Any, args: Any, kwargs: dict[str, Any], given: list[Veri
     grouped = query.shape[1] > key.shape[1]  # fewer broadcast
     with torch.no_grad():
         dense = F.scaled_dot_product_attention(
-            query, key, value, dense_side(mask), is_causal=is_causal, scale=call.scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            dense_side(call.attn_mask),
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=grouped,
         )
     given[0].require(result, dense, "output")
