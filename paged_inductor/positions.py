@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .passes import Start
 from .passes.mask_effects import Writers
+from .passes.subgraph import ancestors, extracted
 from .sizes import size_reader
 
 __all__ = ["StartReader", "start_reader"]
@@ -131,19 +132,7 @@ def _evaluator(gm: GraphModule, node: Node, captured: Sequence[Node]) -> Callabl
     if node in position:
         at = position[node]
         return lambda args: args[at]
-    needed: set[Node] = set()
-    pending = [node]
-    while pending:
-        item = pending.pop()
-        if item not in needed:
-            needed.add(item)
-            pending += item.all_input_nodes
-    part = Graph()
-    copies: dict[Node, Node] = {}
-    for item in gm.graph.nodes:
-        if item in needed:
-            copies[item] = part.node_copy(item, lambda n: copies[n])
-    part.output(copies[node])
-    run = GraphModule(gm, part)
-    inputs = [position[item] for item in gm.graph.nodes if item in needed and item.op == "placeholder"]
+    nodes = ancestors(node)
+    run = extracted(gm, nodes, node)
+    inputs = [position[item] for item in nodes if item.op == "placeholder"]
     return lambda args: run(*(args[i] for i in inputs))

@@ -15,12 +15,13 @@ from typing import Any
 import sympy
 import torch
 from torch import SymInt, Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import ops
 from .base import GraphState
 from .mask_effects import Writers
+from .subgraph import ancestors, extracted
 from .tensors import expr, is_call, is_tensor, shape
 
 __all__ = ["MaskProgram", "buffer_length", "inputs_written", "masks_to_hold"]
@@ -117,7 +118,7 @@ def _program(
     alike: dict[str, Callable[..., Tensor]],
 ) -> MaskProgram | None:
     """alike: the programs known so far, by their text: models make the same mask in every layer."""
-    nodes = _ancestors(mask)
+    nodes = ancestors(mask)
     grows = bool(expr(shape(mask)[-1]).free_symbols & symbols)
     if not grows and (shape(mask)[-1] == 1 or not any(_depends(node, symbols) for node in nodes)):
         return None  # one value for all keys would show those in front of the row's first, too
@@ -129,15 +130,10 @@ def _program(
         return None
     if writers.of(filter(is_tensor, nodes)):
         return None
-    ordered = [node for node in state.gm.graph.nodes if node in nodes]
-    text = _text(ordered)
+    text = _text(nodes)
     if text not in alike:
-        graph, copies = Graph(), dict[Node, Node]()
-        for node in ordered:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(copies[mask])
-        alike[text] = GraphModule(state.gm, graph)
-    positions = tuple(names.index(node.name) for node in ordered if node.op == "placeholder")
+        alike[text] = extracted(state.gm, nodes, mask)
+    positions = tuple(names.index(node.name) for node in inputs)
     return MaskProgram(alike[text], grows, positions, frozenset(nodes), buffer)
 
 
@@ -151,13 +147,3 @@ def _text(nodes: Sequence[Node]) -> str:
 def _depends(node: Node, symbols: set[sympy.Basic]) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, SymInt) and bool(expr(value).free_symbols & symbols)
-
-
-def _ancestors(node: Node) -> set[Node]:
-    """A node, and all that it is computed from."""
-    found, todo = {node}, [node]
-    while todo:
-        new = [source for source in todo.pop().all_input_nodes if source not in found]
-        found.update(new)
-        todo += new
-    return found

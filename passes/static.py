@@ -11,6 +11,7 @@ from .base import CacheSite, GraphState, Pass
 from .mask_effects import Writers
 from .slices import one_slice
 from .static_writes import Write, read_write, whole
+from .subgraph import ancestors
 from .tensors import is_call, is_tensor, same_size
 
 __all__ = ["ChooseAdoption", "ForgetUnmatched", "MatchStatic", "born_as_zeros"]
@@ -148,13 +149,7 @@ def _reads(user: Node) -> bool:
 def _unchanged(write: Write, writers: Writers, order: dict[Node, int]) -> bool:
     """Whether positions are computed, and read, before anything they are computed from is written to."""
     assert write.start.node is not None
-    seen: set[Node] = set()
-    pending = [write.positions] if write.positions is not None else []
-    while pending:
-        node = pending.pop()
-        if node not in seen and is_tensor(node):
-            seen.add(node)
-            pending += node.all_input_nodes
+    seen = [] if write.positions is None else ancestors(write.positions, is_tensor)
     first = min((order[writer] for writer in writers.all_of(seen)), default=len(order))
     aliased = bool(writers.all_of([write.positions])) if write.positions is not None else False
     computed = all(order[node] < first for node in seen if node.op != "placeholder")
