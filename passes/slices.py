@@ -44,6 +44,8 @@ def one_slice(node: Node) -> Slice | None:
     if any(item is not Ellipsis and not isinstance(item, slice) for item in items) or items.count(Ellipsis) > 1:
         return None
     rank = len(shape(source))
+    if not rank:
+        return None
     if Ellipsis in items:
         at = items.index(Ellipsis)
         items = (*items[:at], *[slice(None)] * (rank - len(items) + 1), *items[at + 1 :])

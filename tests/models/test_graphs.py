@@ -250,7 +250,17 @@ def sizes_asked_for(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     return attend(x, k, v) * scale, (k, v)
 
 
-@pytest.mark.parametrize("step", [returned_through_slices, sizes_asked_for], ids=lambda step: step.__name__)
+def a_scalar_through_an_ellipsis(x: Tensor, past: Any) -> tuple[Any, Any]:
+    k, v = append(past, x * 0.5, x * 2)
+    y = attend(x, k, v)
+    return (y, y.sum()[...]), (k, v)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [returned_through_slices, sizes_asked_for, a_scalar_through_an_ellipsis],
+    ids=lambda step: step.__name__,
+)
 def test_caches_are_paged_and_read_in_pages(step: Step) -> None:
     torch._dynamo.reset()
     label = step.__name__
