@@ -17,6 +17,7 @@ from .. import ops
 from .base import GraphState
 from .held_masks import MaskProgram
 from .mask_effects import Writers
+from .slices import cut
 from .tensors import expr, is_call, is_tensor, shape
 
 __all__ = ["Bound", "LengthUses", "NotHeld", "Rows", "find_uses", "mentions", "range_length"]
@@ -168,18 +169,15 @@ def _check_buffer(plan: Node, in_part: bool, held: Mapping[Node, MaskProgram]) -
 
 def _rows(node: Node, numbers: set[Node]) -> Rows | None:
     """The slice that a node is, if it has as many rows at every length."""
-    source = node.args[0]
-    if not is_call(node, (operator.getitem,)) or not is_tensor(source) or not is_tensor(node):
+    part = cut(node)
+    if part is None:
         return None
-    items: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    cut = [(dim, item) for dim, item in enumerate(items) if item != slice(None)]
-    if len(cut) != 1 or not isinstance(cut[0][1], slice):
+    dim, item = part
+    count = shape(node)[dim]
+    if item.start not in numbers or not isinstance(count, int):
         return None
-    ((dim, item),) = cut
-    start, count = item.start, shape(node)[dim]
-    if start not in numbers or item.step not in (None, 1) or not isinstance(count, int):
-        return None
-    return Rows(node, dim, start, count) if statically_known_true(start.meta["example_value"] >= 0) else None
+    unclamped = statically_known_true(item.start.meta["example_value"] >= 0)
+    return Rows(node, dim, item.start, count) if unclamped else None
 
 
 def _bound_of(node: Node) -> tuple[int | str, Any]:

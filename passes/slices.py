@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .tensors import argument, is_call, is_tensor, same_size, shape
 
-__all__ = ["Slice", "one_slice"]
+__all__ = ["Slice", "cut", "one_slice"]
 
 _WHOLE = 2**62  # from here on, a bound means the end
 
@@ -37,8 +37,16 @@ def one_slice(node: Node) -> Slice | None:
     if is_call(node, (torch.narrow,), ("narrow",)):
         dim, start = argument(node, 1, "dim"), argument(node, 2, "start")
         return _bounds(node, source, dim % len(shape(source)), start, start)
-    if not is_call(node, (operator.getitem,)):
+    part = cut(node)
+    return None if part is None else _bounds(node, source, part[0], part[1].start, part[1].stop)
+
+
+def cut(node: Node) -> tuple[int, slice] | None:
+    """How a node is indexed, if by slices with step 1 of which one leaves something out, or none: the dimension, and
+    the slice as it was written, whose bounds may be nodes. (0, `:`) for none."""
+    if not is_tensor(node) or not is_call(node, (operator.getitem,)) or not is_tensor(node.args[0]):
         return None
+    source: Node = node.args[0]
     index: Any = node.args[1]
     items = index if isinstance(index, tuple) else (index,)
     if any(item is not Ellipsis and not isinstance(item, slice) for item in items) or items.count(Ellipsis) > 1:
@@ -60,8 +68,7 @@ def one_slice(node: Node) -> Slice | None:
         parts = [(dim, item) for dim, item in parts if not same_size(shape(source)[dim], shape(node)[dim])]
     if len(parts) > 1:
         return None
-    dim, item = parts[0] if parts else (0, slice(None))
-    return _bounds(node, source, dim, item.start, item.stop)
+    return parts[0] if parts else (0, slice(None))
 
 
 def _is_whole(item: slice) -> bool:

@@ -458,6 +458,15 @@ def rows_that_are_written_to(x: Tensor, past: Any) -> tuple[Tensor, Any]:
     return torch.nn.functional.scaled_dot_product_attention(x + table.sum(0), k, v), (k, v)
 
 
+def rows_of_the_last_but_one_dimension(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+    """A slice of a table, as one that has an ellipsis."""
+    seen = 0 if past is None else past[0].shape[2]
+    table = torch.linspace(-1, 1, 256).view(1, 16, 16)
+    y = x + table[..., seen : seen + x.shape[2], :]
+    k, v = (y, y * 2) if past is None else (torch.cat([past[0], y], 2), torch.cat([past[1], y * 2], 2))
+    return torch.nn.functional.scaled_dot_product_attention(y, k, v), (k, v)
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -467,6 +476,7 @@ def rows_that_are_written_to(x: Tensor, past: Any) -> tuple[Tensor, Any]:
         (one_value_for_all_keys, "is as long as the cache"),
         (rows_that_are_written_to, "needs the cache's length on the host"),
         (length_in_many_ways, ""),
+        (rows_of_the_last_but_one_dimension, ""),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
