@@ -58,13 +58,12 @@ class MaskProgram:
         return padded
 
 
-def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, MaskProgram]:
+def masks_to_hold(state: GraphState, symbols: set[sympy.Basic], writers: Writers) -> dict[Node, MaskProgram]:
     """What makes the masks that depend on lengths (made of `symbols`), by the `plan_mask` that takes each. Those that
-    are made of more than the step's inputs are left out."""
+    are made of more than the step's inputs are left out. writers: of the graph."""
     found: dict[Node, MaskProgram] = {}
     made: dict[tuple[Node, int], MaskProgram | None] = {}
     alike: dict[str, Callable[..., Tensor]] = {}
-    writers: Writers | None = None
     cast = _autocast(state.gm.graph)
     for node in state.gm.graph.nodes:
         if not is_call(node, (ops.plan_mask,)):
@@ -72,7 +71,6 @@ def masks_to_hold(state: GraphState, symbols: set[sympy.Basic]) -> dict[Node, Ma
         mask, plan = node.args
         buffer = buffer_length(state, plan)
         if (mask, buffer) not in made:
-            writers = writers or Writers(state.gm.graph)
             made[mask, buffer] = _program(state, mask, symbols, writers, buffer, alike)
         program = made[mask, buffer]
         if program is not None and not program.nodes & cast:

@@ -32,6 +32,7 @@ from .base import CacheGroupSites, GraphState, HeldInput, Pass
 from .held_masks import MaskProgram, buffer_length, inputs_written, masks_to_hold
 from .held_numbers import WRITTEN, drop_unread, plain_numbers, return_numbers
 from .length_uses import LengthUses, NotHeld, find_uses, range_length
+from .mask_effects import Writers
 from .prune import prune
 from .symbols import fake_like, size_node
 from .tensors import expr, is_call, shape
@@ -79,8 +80,9 @@ class HoldLengths(Pass):
             return  # captured for one length only: runs once
         symbols |= plain_numbers(state)
         drop_masks(graph)
-        masks = masks_to_hold(state, symbols)
-        self._replace(state, find_uses(state, symbols, masks), masks)
+        writers = Writers(graph)
+        masks = masks_to_hold(state, symbols, writers)
+        self._replace(state, find_uses(state, symbols, masks, writers), masks)
 
     def _replace(self, state: GraphState, found: LengthUses, masks: Mapping[Node, MaskProgram]) -> None:
         graph = state.gm.graph

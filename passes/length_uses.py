@@ -74,13 +74,14 @@ class LengthUses:
     bounds: list[Bound] = field(default_factory=list)
 
 
-def find_uses(state: GraphState, symbols: set[sympy.Basic], held: Mapping[Node, MaskProgram]) -> LengthUses:
+def find_uses(
+    state: GraphState, symbols: set[sympy.Basic], held: Mapping[Node, MaskProgram], writers: Writers
+) -> LengthUses:
     """All uses of the lengths that are made of `symbols`; raises `NotHeld` if there is one of no known kind. held: the
-    masks that will be made elsewhere, by their plans."""
+    masks that will be made elsewhere, by their plans. writers: of the graph."""
     found = LengthUses()
     added = {new.node for new in state.new_inputs}
     elsewhere = _only_for(held)
-    writers = Writers(state.gm.graph)
     for node in state.gm.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder":
