@@ -88,7 +88,7 @@ class Budget:
             while True:
                 arrival = self._swap.arrival(group, rows)
                 if arrival is not None:  # a step within a step
-                    self._swap.complete(arrival)
+                    self._swap.await_back(arrival)
                 if self._swap.coming(group, rows):
                     waiters.wait_for_others()
                     continue

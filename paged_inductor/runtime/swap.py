@@ -34,7 +34,7 @@ __all__ = ["SwapSpace"]
 
 class SwapSpace:
     """Moves blocks between the arenas and the storage. Obligation for every method: the caller holds the manager's
-    lock; `out`, `back` and `complete` give it up while blocks are copied."""
+    lock; `out`, `back` and `await_back` give it up while blocks are copied."""
 
     def __init__(
         self, groups: Collection[CacheGroup], idle: threading.Condition, counters: Counters, nodes: Nodes | None = None
@@ -223,7 +223,7 @@ class SwapSpace:
         else:
             arrival.accept(self._counters, arrival.seconds)
 
-    def complete(self, arrival: Arrival) -> None:
+    def await_back(self, arrival: Arrival) -> None:
         """Wait for an arrival of this thread, and end it. Raises as `back`."""
         with self._unlocked():
             arrival.join()
