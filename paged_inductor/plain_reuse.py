@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ._errors import PagedInductorError
 from .plain_caches import Results, Structure, returned, structure_of
-from .prompts import Known, Observer, Place, borrow, policy
+from .prompts import Known, Observer, borrow, policy
 from .runtime import Lent, manager
-from .sharing import Loan, StalePrefix
+from .sharing import Argument, Loan, StalePrefix
 from .tensor import PagedTensor
 
 __all__ = ["PlainReuse"]
@@ -38,7 +38,7 @@ class _Whole(NamedTuple):
 
     known: Known
     results: Results
-    arguments: Mapping[Place, object]
+    arguments: Mapping[Argument, object]
 
 
 class PlainReuse:
@@ -49,7 +49,7 @@ class PlainReuse:
         self._module = module
         self._parameters = list(signature.parameters.values())
         self._whole: _Whole | None = None
-        self._cache: tuple[Place, str, Structure] | None = None  # the argument, by position or keyword, and its name
+        self._cache: tuple[Argument, str, Structure] | None = None  # the argument, by position or keyword, and its name
         self._fruitless = 0
         self._failed: Counter[bytes] = Counter()  # how often others did not go on in the way of graphs of these
 
@@ -57,7 +57,7 @@ class PlainReuse:
         """`function(*args, **kwargs)`, without computing what is cached of the prompt."""
         if torch.is_grad_enabled() or not policy().shares:
             return function(*args, **kwargs)
-        given: dict[Place, Any] = dict(enumerate(args))
+        given: dict[Argument, Any] = dict(enumerate(args))
         given.update(kwargs)
         whole = self._whole
         if whole is not None and self._cache is None:
@@ -76,14 +76,14 @@ class PlainReuse:
             return function(*args, **kwargs)
         return self._observe(function, args, kwargs, given)
 
-    def _goes_on(self, given: Mapping[Place, Any]) -> bool:
+    def _goes_on(self, given: Mapping[Argument, Any]) -> bool:
         """Whether a call is given a cache."""
         if self._cache is None:
             return any(isinstance(each, PagedTensor) or not isinstance(each, _ARGUMENTS) for each in given.values())
         place, name, _ = self._cache
         return given.get(place, given.get(name)) is not None
 
-    def _argument(self, whole: _Whole, given: Mapping[Place, Any]) -> tuple[Place, str, Structure] | None:
+    def _argument(self, whole: _Whole, given: Mapping[Argument, Any]) -> tuple[Argument, str, Structure] | None:
         """Where a call is given what the model returned before."""
         handles = [leaf for leaf in whole.results.leaves if isinstance(leaf, tuple)]
         for place, value in given.items():
@@ -92,7 +92,7 @@ class PlainReuse:
                 return place, self._name(place), structure
         return None
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: Argument) -> str:
         """The keyword of an argument; '' if it has none."""
         if isinstance(place, str):
             return place
@@ -100,7 +100,7 @@ class PlainReuse:
         known = place < len(self._parameters) and self._parameters[place].kind not in kinds
         return self._parameters[place].name if known else ""
 
-    def _arguments(self, given: Mapping[Place, Any]) -> dict[Place, object]:
+    def _arguments(self, given: Mapping[Argument, Any]) -> dict[Argument, object]:
         """What of the arguments must be the same for results to be; the cache is not among them."""
         own = self._cache[:2] if self._cache is not None else ()
         return {
@@ -109,9 +109,9 @@ class PlainReuse:
             if value is not None and place not in own
         }
 
-    def _borrow(self, whole: _Whole, given: Mapping[Place, Any]) -> tuple[Lent, Loan] | None:
+    def _borrow(self, whole: _Whole, given: Mapping[Argument, Any]) -> tuple[Lent, Loan] | None:
         sharer = whole.known.sharer
-        ids = given[sharer.places[sharer.sharing.ids]]  # type: ignore[index]
+        ids = given[sharer.arguments[sharer.sharing.ids]]  # type: ignore[index]
         if not sharer.admits(ids.shape):
             return None
         all_kept = [None] * len(whole.known.groups)
@@ -121,8 +121,8 @@ class PlainReuse:
         self,
         function: Callable[..., Any],
         whole: _Whole,
-        cache: tuple[Place, str, Structure],
-        given: Mapping[Place, Any],
+        cache: tuple[Argument, str, Structure],
+        given: Mapping[Argument, Any],
         lent: Lent,
         loan: Loan,
     ) -> tuple[Any] | None:
@@ -131,7 +131,7 @@ class PlainReuse:
         along = (sharer.sharing.ids, *sharer.sharing.positions, *sharer.sharing.others)
         rest = {
             **given,
-            **{place: given[place][..., length:] for name in along if (place := sharer.places[name]) is not None},
+            **{place: given[place][..., length:] for name in along if (place := sharer.arguments[name]) is not None},
         }
         place, name, structure = cache
         rest[place if place in given or not name else name] = structure.filled(lent.views)
@@ -152,7 +152,7 @@ class PlainReuse:
         return (result,)
 
     def _observe(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[Place, Any]
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[Argument, Any]
     ) -> Any:
         """Call with a whole prompt, and see what the model does."""
         self._fruitless += 1
@@ -170,11 +170,11 @@ class PlainReuse:
             self._fruitless = 0
         return result
 
-    def _understood(self, known: Known, given: Mapping[Place, Any]) -> bool:
+    def _understood(self, known: Known, given: Mapping[Argument, Any]) -> bool:
         """Whether the graph's results are decided by the last positions, and each tensor's part in them is known."""
         sharer, sharing = known.sharer, known.sharer.sharing
         names = (sharing.ids, *sharing.positions, *sharing.others, *([sharing.mask] if sharing.mask else ()))
-        places = {sharer.places[name] for name in names}
+        places = {sharer.arguments[name] for name in names}
         tensors = {place for place, value in given.items() if isinstance(value, Tensor)}
         rest = [value for place, value in given.items() if place not in tensors]
         plain = all(isinstance(value, _PLAIN) for value in rest)

@@ -12,10 +12,7 @@ from .runtime import CacheGroup, Lent, Policy, View, lend, manager
 from .sharing import Loan, Sharer, learner, registering
 from .token_names import group_root, row_tokens, with_windows
 
-__all__ = ["Known", "Observer", "Place", "borrow", "policy"]
-
-Place = str | int
-"""An argument of a call, by keyword or by position."""
+__all__ = ["Known", "Observer", "borrow", "policy"]
 
 
 class Known(NamedTuple):
@@ -71,7 +68,7 @@ def borrow(
     has, if it is static.
     """
     sharer, sharing = known.sharer, known.sharer.sharing
-    ids, *along = (value(sharer.places[name]) for name in (sharing.ids, *sharing.positions, *sharing.others))
+    ids, *along = (value(sharer.arguments[name]) for name in (sharing.ids, *sharing.positions, *sharing.others))
     if sharing.whole or ids is None or any(each is None for each in along):
         return None
     length = ids.shape[1]
@@ -80,7 +77,7 @@ def borrow(
     rules = policy()
     sharer.weights.look(known.weights)
     root = sharer.root(known.weights, rules.salt)
-    mask = value(sharer.places[sharing.mask]) if sharing.mask else None
+    mask = value(sharer.arguments[sharing.mask]) if sharing.mask else None
     count = len(sharing.positions)
     prompts = row_tokens(ids, along[:count], along[count:], mask, 0, static=buffer is not None)
     if root is None or prompts is None:

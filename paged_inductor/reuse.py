@@ -138,10 +138,11 @@ class Reuse:
     @staticmethod
     def _by_keyword(known: Known) -> bool:
         """Whether the tokens that matter are those that `_begun` looks at."""
-        places, sharing = known.sharer.places, known.sharer.sharing
-        mask = places[sharing.mask] if sharing.mask else "attention_mask"
-        along = [places[name] for name in (*sharing.positions, *sharing.others)]
-        return places[sharing.ids] == "input_ids" and mask == "attention_mask" and all(p in WITH_TOKENS for p in along)
+        arguments, sharing = known.sharer.arguments, known.sharer.sharing
+        mask = arguments[sharing.mask] if sharing.mask else "attention_mask"
+        along = [arguments[name] for name in (*sharing.positions, *sharing.others)]
+        named = arguments[sharing.ids] == "input_ids" and mask == "attention_mask"
+        return named and all(argument in WITH_TOKENS for argument in along)
 
 
 def _rest(kwargs: Mapping[str, Any], length: int) -> dict[str, Any]:

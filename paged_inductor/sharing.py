@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .step import Step
 
 __all__ = [
+    "Argument",
     "Learner",
     "Loan",
     "Registration",
@@ -32,6 +33,10 @@ __all__ = [
     "loans",
     "registering",
 ]
+
+
+Argument = str | int
+"""An argument of a compiled function, by keyword or by position."""
 
 
 class StalePrefix(Exception):
@@ -104,7 +109,7 @@ class Sharer:
         self._mask = position[sharing.mask] if sharing.mask else None
         self._whole = [position[name] for name in sharing.whole]
         self.weights = Weights({name: position[name] for name in sharing.weights})
-        self.places = {name: _place(captured[at]) for name, at in position.items()}
+        self.arguments = {name: _argument(captured[at]) for name, at in position.items()}
         self._zeros = [size_reader(size, captured) for size in sharing.zeros]
         self._totals = [size_reader(size, captured) for size in sharing.totals]
         self.admits = shape_check(captured[self._ids].meta["example_value"].shape)
@@ -270,7 +275,7 @@ class Sharer:
         )
 
 
-def _place(node: Node) -> str | int | None:
+def _argument(node: Node) -> Argument | None:
     """The argument of the compiled function that an input is, by keyword or by position; None if it is none."""
     match = re.fullmatch(r"L\['(?:kwargs'\]\['(\w+)'|args'\]\[(\d+))\]", source_name(node))
     if match is None:
