@@ -21,7 +21,7 @@ from ._errors import PagedInductorError
 from .plain_caches import Results, Structure, returned, structure_of
 from .prompts import Known, Observer, borrow, policy
 from .runtime import Lent, manager
-from .sharing import Argument, Loan, StalePrefix
+from .sharer import Argument, Loan, StalePrefix
 from .tensor import PagedTensor
 
 __all__ = ["PlainReuse"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._config import config
 from ._errors import PrefixError
 from .runtime import manager
-from .sharing import Registration, registering
+from .sharer import Registration, registering
 
 __all__ = ["forget_prefixes", "register_prefix"]
 

@@ -15,7 +15,7 @@ from .group_plan import GroupPlan
 from .passes import GraphState
 from .replay import Replay
 from .runtime import Preempted, Steps, View, few_lengths, manager
-from .sharing import Loan, Sharer, StalePrefix, loans
+from .sharer import Loan, Sharer, StalePrefix, loans
 from .sizes import size_reader
 from .step import Step, commit, undo
 from .tensor import Handle, PagedTensor

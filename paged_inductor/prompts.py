@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .runtime import CacheGroup, Lent, Policy, View, lend, manager
-from .sharing import Loan, Sharer, learner, registering
+from .sharer import Loan, Sharer, learner, registering
 from .token_names import group_root, row_tokens, with_windows
 
 __all__ = ["Known", "Observer", "borrow", "policy"]

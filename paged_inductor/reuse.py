@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .prompts import Known, Observer, borrow, policy
 from .runtime import manager
-from .sharing import StalePrefix
+from .sharer import StalePrefix
 from .transformers_caches import (
     NEUTRAL,
     WITH_TOKENS,

@@ -32,10 +32,10 @@ from .hold import HoldLengths
 from .linear import RewriteSingleRowLinears
 from .lint import Lint
 from .pairs import PairWrites
+from .prove_sharing import ProveSharing
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaLayouts, Rewrite
-from .sharing import ProveSharing
 from .slides import MatchSlides
 from .static import ChooseAdoption, ForgetUnmatched, MatchStatic
 

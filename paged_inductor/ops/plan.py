@@ -44,7 +44,7 @@ class StepPlan(NamedTuple):
     bound and a window let one query see (`plan_window`). static: the rows are the first `extent` of `kv_len` positions
     of a buffer, and the others are zeros (`plan_static`); formulas go by `extent`, kernels by the position of their
     first token, `row_start` (below 0: the buffer does not show it any more). shared_prefix: so many first tokens are in
-    the same blocks in all rows (`runtime.sharing`), and kernels read them once. hidden: int32 [B], how many first
+    the same blocks in all rows (`runtime.shared_prefix`), and kernels read them once. hidden: int32 [B], how many first
     tokens of each row are not seen, where kv_len does not say it; for kernels only.
     """
 

@@ -20,7 +20,7 @@ from .policy import Policy
 from .prefixes import RowNames, matter_within
 from .schedule import Schedule
 from .search import Tokens
-from .sharing import few_lengths
+from .shared_prefix import few_lengths
 from .site import SiteSpec
 from .table import Row
 from .view import View

@@ -10,7 +10,7 @@ import torch
 
 from .._layout import chunk_blocks, chunks_needed
 from .pool import ZERO_BLOCK
-from .sharing import PrefixSharing, SharedPrefix
+from .shared_prefix import PrefixSharing, SharedPrefix
 
 if TYPE_CHECKING:
     from .view import View

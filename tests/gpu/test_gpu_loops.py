@@ -13,7 +13,7 @@ import paged_inductor
 from paged_inductor import PagedTensor, kernels, stats
 from paged_inductor.ops import library
 from paged_inductor.runtime import schedule
-from paged_inductor.runtime.sharing import PrefixSharing
+from paged_inductor.runtime.shared_prefix import PrefixSharing
 
 from ..models.zoo import Decoder, Form, generate
 

@@ -21,7 +21,7 @@ import paged_inductor
 from paged_inductor import PagedTensor, stats
 from paged_inductor.replay import Replay
 from paged_inductor.runtime import schedule
-from paged_inductor.runtime.sharing import PrefixSharing, few_lengths
+from paged_inductor.runtime.shared_prefix import PrefixSharing, few_lengths
 
 from .replaying import MODE, Recordings, addresses, changes
 from .zoo import Decoder, Form, generate

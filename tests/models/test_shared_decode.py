@@ -13,7 +13,7 @@ from paged_inductor import kernels
 from paged_inductor._config import reset_config
 from paged_inductor.ops import library
 from paged_inductor.runtime import schedule
-from paged_inductor.runtime.sharing import NoSharing, PrefixSharing
+from paged_inductor.runtime.shared_prefix import NoSharing, PrefixSharing
 
 from .zoo import Decoder, Form
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paged_inductor
-from paged_inductor.passes.sharing import ProveSharing
+from paged_inductor.passes.prove_sharing import ProveSharing
 
 VOCAB, DIM, HEADS = 31, 16, 2
 COUNT = 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_inductor.runtime.sharing import NoSharing, PrefixSharing, common_blocks
+from paged_inductor.runtime.shared_prefix import NoSharing, PrefixSharing, common_blocks
 
 TABLES = st.lists(st.lists(st.integers(1, 3), max_size=5), min_size=1, max_size=4)
 
