@@ -89,11 +89,13 @@ registering: ContextVar[Registration | None] = ContextVar("paged_inductor_regist
 
 
 class Named(NamedTuple):
-    """What the names of a step's tokens begin with, how many tokens were there before, and the windows of all."""
+    """What the names of a step's tokens begin with, how many tokens were there before, the windows of all, and whether
+    the step starts new caches."""
 
     root: bytes
     old: int
     windows: Windows
+    starts: bool
 
 
 class Sharer:
@@ -139,7 +141,7 @@ class Sharer:
         if found is None:
             return None
         root = self.root(args, lead.tenant.salt)
-        return None if root is None else Named(root, *found)
+        return None if root is None else Named(root, *found, starts)
 
     def _before(
         self,
@@ -215,19 +217,18 @@ class Sharer:
             self.weights.look(args)  # a block will be known
         if self.root(args, views[0].tenant.salt) != named.root:  # the weights were written to meanwhile
             return
-        starts = not plans[0].inputs or (plans[0].static is not None and named.old == 0)
-        if not starts and all(row.names is None for view in views for row in view.rows):
+        if not named.starts and all(row.names is None for view in views for row in view.rows):
             return
         tokens = self._tokens(args, named.old, plans[0].static is not None)
         if tokens is None:
             return
         for place, view in zip(self.sharing.order, views):
-            names = self._extended(tokens, named._replace(root=group_root(named.root, place)), view, starts)
+            names = self._extended(tokens, named._replace(root=group_root(named.root, place)), view)
             settle(manager(), view, names, policy)
             if registration is not None:
                 lengths = (len(known.digests) * view.group.block_size for known in names if known)
                 registration.tokens = max(registration.tokens, *lengths, 0)
-        if starts and policy.shares and (who := learner.get()) is not None:
+        if named.starts and policy.shares and (who := learner.get()) is not None:
             who.learn(self, args, views, outputs)
 
     def _tokens(self, args: Sequence[Any], old: int, static: bool) -> list[Tokens] | None:
@@ -236,10 +237,10 @@ class Sharer:
         along = [args[i] for i in self._positions], [args[i] for i in self._others]
         return row_tokens(args[self._ids], *along, mask, old, static)
 
-    def _extended(self, new: Sequence[Tokens], named: Named, view: View, starts: bool) -> list[RowNames | None]:
+    def _extended(self, new: Sequence[Tokens], named: Named, view: View) -> list[RowNames | None]:
         """The names of all tokens of each row, of which the first `named.old` should be known."""
         size = view.group.block_size
-        root, old, windows = named
+        root, old, windows, starts = named
         names: list[RowNames | None] = []
         for row, tokens in zip(view.rows, new):
             known = RowNames(root) if starts else row.names
