@@ -131,7 +131,9 @@ class TuningCache:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"paged_inductor: {message}", stacklevel=4)
+            from .._callers import users_stacklevel  # not above: see test_the_kernels_import_by_their_bare_name_too
+
+            warnings.warn(f"paged_inductor: {message}", stacklevel=users_stacklevel())
 
 
 def _config(entry: Mapping[str, int]) -> LaunchConfig:

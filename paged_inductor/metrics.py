@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from ._callers import users_stacklevel
 from ._config import config, require_port
 from ._errors import ConfigurationError, missing_extra
 from .monitor import Stats, stats
@@ -196,7 +197,7 @@ def _serve_once(port: int) -> MetricsServer | None:
     try:
         return serve_metrics(port)
     except ConfigurationError as error:
-        warnings.warn(f"paged_inductor: {error}", stacklevel=2)
+        warnings.warn(f"paged_inductor: {error}", stacklevel=users_stacklevel())
         return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from . import ops
+from ._callers import users_stacklevel
 from .group_plan import GroupPlan
 from .passes import GraphState
 from .replay import Replay
@@ -207,7 +208,7 @@ class PagedProgram:
             warnings.warn(
                 f"paged_inductor: a step of {self._label} ran on dense copies, because {why}. The tokens are right; "
                 "the step was slower. stats().dense_fallbacks counts such steps.",
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
         if in_place:
             return self._dense(*args)  # eager operations on handles write into the pages

@@ -138,8 +138,9 @@ def test_a_port_in_use_is_warned_about() -> None:
     with serve_metrics(port=0) as server:
         paged_inductor.configure(metrics_port=server.port)
         try:
-            with pytest.warns(UserWarning, match="cannot be served"):
+            with pytest.warns(UserWarning, match="cannot be served") as caught:
                 assert serve_as_configured() is None
+            assert [warning.filename for warning in caught] == [__file__]
         finally:
             paged_inductor.configure(metrics_port=None)
 

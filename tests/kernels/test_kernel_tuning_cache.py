@@ -1,11 +1,13 @@
 """Tuned choices on disk: shared by processes, worth nothing to others' devices and versions, harmless when broken."""
 
 import json
+import linecache
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -72,8 +74,9 @@ BROKEN = {
 def test_a_broken_file_is_ignored_with_one_warning_and_replaced(tmp_path: Path, content: str) -> None:
     cache = TuningCache(STAMP, tmp_path)
     cache.path.write_text(content)
-    with pytest.warns(UserWarning, match="ignoring .*static choices are used until tuned"):
+    with pytest.warns(UserWarning, match="ignoring .*static choices are used until tuned") as caught:
         cache.get("key")
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.get("key") is None
@@ -84,12 +87,25 @@ def test_a_broken_file_is_ignored_with_one_warning_and_replaced(tmp_path: Path, 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TuningCache(STAMP, tmp_path / "file" / "folder")
-    with pytest.warns(UserWarning, match="last as long as this process"):
+    with pytest.warns(UserWarning, match="last as long as this process") as caught:
         cache.store("a", FIRST)
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.store("b", SECOND)
     assert cache.get("a") == FIRST and cache.get("b") == SECOND
+
+
+def test_a_warning_shows_the_line_that_called_compiled_code(tmp_path: Path) -> None:
+    cache = TuningCache(STAMP, tmp_path)
+    cache.path.write_text("[")
+    compiled = ModuleType("torch._inductor.runtime.compile_tasks.c0de")
+    source = "def call(cache):\n    return cache.get('key')\n"
+    exec(compile(source, str(tmp_path / "c0de.py"), "exec"), vars(compiled))
+    with pytest.warns(UserWarning, match="ignoring") as caught:
+        compiled.call(cache)
+    assert caught[0].filename == __file__
+    assert "compiled.call(cache)" in linecache.getline(__file__, caught[0].lineno)
 
 
 def test_a_store_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

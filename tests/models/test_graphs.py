@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +214,28 @@ def test_two_caches_whose_batches_part() -> None:
             for ours, theirs in zip(compiled(x, y), step(x, y)):
                 ours = ours.dense() if isinstance(ours, PagedTensor) else ours
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_on_dense_copies_is_said_once_at_the_users_line() -> None:
+    def step(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+        k, v = append(past, x * 0.5, x * 2)
+        return attend(x, k, v), (k, v)
+
+    run = torch.compile(step, backend="paged_inductor", options={"inner": "eager"})
+    before = paged_inductor.stats().dense_fallbacks
+    with torch.no_grad():
+        past = theirs = None
+        for queries in (5, 1, 1, 1):
+            x = torch.randn(1, 2, queries, 16)
+            (_, past), (_, theirs) = run(x, past), step(x, theirs)
+        apart = (past[0], past[1].clone())  # K and V no longer share a view
+        with pytest.warns(UserWarning, match="ran on dense copies") as caught:
+            outputs = [run(x, apart)[0] for _ in range(2)]
+        for output in outputs:
+            torch.testing.assert_close(output, step(x, theirs)[0], rtol=1e-4, atol=1e-4)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert "def step" in linecache.getline(__file__, caught[0].lineno)
+    assert paged_inductor.stats().dense_fallbacks == before + 2
 
 
 def size_of_the_extended_cache(x: Tensor, past: Any) -> tuple[Tensor, Any]:
