@@ -136,7 +136,9 @@ def _on_shadows(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> An
 
     dense_args, dense_kwargs = tree_map_only(PagedTensor, shadow, (args, kwargs))
     if func is aten.cat.default and isinstance(result, PagedTensor):
-        dense_args = ([_padded(part, result) for part in dense_args[0]], *dense_args[1:])
+        dim = dense_args[1] if len(dense_args) > 1 else dense_kwargs.get("dim", 0)
+        if dim % result.dim() == result._form.axes.find("B"):
+            dense_args = ([_padded(part, result) for part in dense_args[0]], *dense_args[1:])
     return func(*dense_args, **dense_kwargs)
 
 
@@ -156,8 +158,7 @@ def _padded(part: Tensor, result: PagedTensor) -> Tensor:
     """A part of a merge along the batch, with zeros in front of its sequence up to the result's length."""
     axes = result._form.axes
     missing = result._view.length - part.shape[axes.index("S")] if part.dim() == 4 else 0
-    joins_rows = part.dim() == 4 and part.shape[axes.index("B")] != result.shape[axes.index("B")]
-    return F.pad(part, (0,) * 2 * (3 - axes.index("S")) + (missing, 0)) if missing and joins_rows else part
+    return F.pad(part, (0,) * 2 * (3 - axes.index("S")) + (missing, 0)) if missing else part
 
 
 def _clear_padding(handle: PagedTensor) -> None:

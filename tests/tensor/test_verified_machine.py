@@ -49,3 +49,13 @@ def test_writes_reach_a_view_of_a_crop() -> None:
     new = torch.randn(2, 2, 1, 4)
     base.index_copy_(2, torch.tensor([0]), new)
     assert torch.equal(view.dense()[:, :, :1], new)
+
+
+@pytest.mark.parametrize("axes", ["BHSD", "BSHD"])
+def test_a_merge_with_a_longer_part_that_has_no_rows(axes: str) -> None:
+    values = torch.randn([2, 2, 5, 4] if axes == "BHSD" else [2, 5, 2, 4])
+    (handle,) = paged_like(values, axes=axes, block_size=8)
+    base, dim = promote(handle, 1e-5), axes.index("S")
+    merged = torch.cat([base[:1].narrow(dim, 0, 3), base[:0]])
+    assert torch.equal(merged.dense().narrow(dim, 2, 3), values[:1].narrow(dim, 0, 3))
+    assert not merged.dense().narrow(dim, 0, 2).any()
