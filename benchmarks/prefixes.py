@@ -23,7 +23,7 @@ from torch import Tensor
 
 import paged_inductor
 from paged_inductor.runtime import Policy, Tokens, lend, manager
-from paged_inductor.runtime.prefixes import RowNames
+from paged_inductor.runtime.names import RowNames
 from paged_inductor.sharer import Sharer
 
 from .harness import machine, save

@@ -16,8 +16,8 @@ from .group import CacheGroup
 from .latency import Steps
 from .lending import Lent, lend, settle
 from .manager import Manager, StepViews, manager
+from .names import RowNames, matter_within
 from .policy import Policy
-from .prefixes import RowNames, matter_within
 from .schedule import Schedule
 from .search import Tokens
 from .shared_prefix import few_lengths

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from .group import CacheGroup
 from .manager import Manager
+from .names import BlockName, RowNames
 from .policy import SYSTEM, Policy
 from .pool import OverQuota
-from .prefixes import BlockName, RowNames
 from .search import Search, Tokens
 from .table import Row, register
 from .tenants import Tenant

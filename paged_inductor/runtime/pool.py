@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from .prefixes import PrefixIndex
+from .prefix_index import PrefixIndex
 from .transfer import Transfer
 
 __all__ = ["ZERO_BLOCK", "Account", "BlockPool", "OutOfBlocks", "OverQuota", "Watcher"]

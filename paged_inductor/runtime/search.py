@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .prefixes import PrefixIndex, RowNames, child_digest, encode_key, matter_within
+from .names import RowNames, child_digest, encode_key, matter_within
+from .prefix_index import PrefixIndex
 
 __all__ = ["Search", "Tokens"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
+from .names import RowNames
 from .pool import BlockPool
-from .prefixes import RowNames
 
 __all__ = [
     "Lineage",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .names import BlockName, child_digest, encode_key
 from .policy import Policy
 from .pool import BlockPool
-from .prefixes import BlockName, child_digest, encode_key
 from .table import Row
 
 __all__ = ["keep_tail"]

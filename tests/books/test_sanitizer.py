@@ -15,7 +15,7 @@ import torch
 import paged_inductor
 from paged_inductor import SanitizerError, check_leaks, configure
 from paged_inductor.runtime import CacheGroup, Manager, SiteSpec, View, manager
-from paged_inductor.runtime.prefixes import BlockName
+from paged_inductor.runtime.names import BlockName
 
 from ..models.zoo import Decoder, Form, generate
 

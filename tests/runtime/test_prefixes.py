@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from paged_inductor.runtime.names import BlockName, RowNames, child_digest, decode_key, encode_key
 from paged_inductor.runtime.policy import Policy
 from paged_inductor.runtime.pool import Account, BlockPool, OutOfBlocks, OverQuota
-from paged_inductor.runtime.prefixes import BlockName, PrefixIndex, RowNames, child_digest, decode_key, encode_key
+from paged_inductor.runtime.prefix_index import PrefixIndex
 from paged_inductor.runtime.table import Row, register, unregister
 from paged_inductor.runtime.tails import keep_tail
 from paged_inductor.runtime.tenants import Tenant

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_inductor.runtime.prefixes import BlockName, PrefixIndex, RowNames
+from paged_inductor.runtime.names import BlockName, RowNames
+from paged_inductor.runtime.prefix_index import PrefixIndex
 from paged_inductor.runtime.search import Search, Tokens
 
 SIZE, ROOT = 4, bytes(32)
