@@ -11,20 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from .attention import LinkAttention, MatchAttention, ProveMasks
-from .base import (
-    AttentionSite,
-    CacheGroupSites,
-    CacheSite,
-    GraphState,
-    HeldInput,
-    KeptOutput,
-    NewInput,
-    PagedInput,
-    Pass,
-    PassResult,
-    Sharing,
-    Start,
-)
+from .base import GraphState, HeldInput, NewInput, Pass, PassResult, Sharing
 from .by_hand import NormalizeAttention
 from .caches import GroupCaches, MatchAppends, MatchCreates
 from .clone import clone
@@ -36,6 +23,7 @@ from .prove_sharing import ProveSharing
 from .prune import prune
 from .report import GraphReport, SiteReport, report
 from .rewrite import ArenaLayouts, Rewrite
+from .sites import AttentionSite, CacheGroupSites, CacheSite, KeptOutput, PagedInput, Start
 from .slides import MatchSlides
 from .static import ChooseAdoption, ForgetUnmatched, MatchStatic
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from .base import AttentionSite, CacheSite, GraphState, Pass
+from .base import GraphState, Pass
 from .by_hand import check
 from .caches import kept_outputs
 from .flex import NotLowered, is_flex_attention, lower
@@ -16,6 +16,7 @@ from .known import known_tensors
 from .mask_effects import Writers
 from .masks import MaskSpec, prove_mask
 from .products import Product
+from .sites import AttentionSite, CacheSite
 from .symbols import decided_extremes
 from .tensors import argument, expr, hint, is_call, is_tensor, same_size, shape
 

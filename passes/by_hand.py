@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .base import AttentionSite, GraphState, Pass
+from .base import GraphState, Pass
 from .emit import Emitter
 from .hand_written import HandWritten
 from .mask_effects import Writers
 from .mask_values import HUGE
 from .products import Product
 from .score_form import BiasStep
+from .sites import AttentionSite
 from .tensors import is_call, is_tensor, same_size, shape
 
 __all__ = ["NormalizeAttention", "attention", "check", "sink_logits"]

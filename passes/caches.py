@@ -6,8 +6,9 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .base import CacheGroupSites, CacheSite, GraphState, KeptOutput, Pass
+from .base import GraphState, Pass
 from .mask_effects import Writers
+from .sites import CacheGroupSites, CacheSite, KeptOutput
 from .slices import one_slice
 from .tensors import argument, hint, is_call, is_tensor, shape
 

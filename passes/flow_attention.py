@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .base import AttentionSite, CacheSite, GraphState
+from .base import GraphState
 from .by_hand import sink_logits
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_static import shows_as_told
@@ -17,6 +17,7 @@ from .hand_written import HandWritten
 from .known import known_tensors
 from .mask_values import HUGE
 from .masks import MaskSpec, prove_mask
+from .sites import AttentionSite, CacheSite
 from .tensors import expr, shape
 
 __all__ = ["AttentionFlows", "new_tokens"]

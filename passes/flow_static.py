@@ -13,9 +13,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from .base import CacheSite, GraphState
+from .base import GraphState
 from .flow import TOKENS, Flow, Flows, NotShared
 from .mask_effects import Writers
+from .sites import CacheSite
 from .tensors import expr, is_call
 
 __all__ = ["StaticStart"]

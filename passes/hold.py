@@ -28,12 +28,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from .. import ops
-from .base import CacheGroupSites, GraphState, HeldInput, Pass
+from .base import GraphState, HeldInput, Pass
 from .held_masks import MaskProgram, buffer_length, inputs_written, masks_to_hold
 from .held_numbers import WRITTEN, drop_unread, plain_numbers, return_numbers
 from .length_uses import LengthUses, NotHeld, find_uses, range_length
 from .mask_effects import Writers
 from .prune import prune
+from .sites import CacheGroupSites
 from .symbols import fake_like, size_node
 from .tensors import expr, is_call, shape
 from .unread_masks import drop_masks

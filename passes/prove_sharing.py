@@ -16,11 +16,12 @@ from torch.fx import Node
 
 from . import flow_ops, flow_shapes  # noqa: F401  (they register their handlers)
 from .attention import equal_lengths
-from .base import CacheSite, GraphState, Pass, Sharing
+from .base import GraphState, Pass, Sharing
 from .flow import BATCH, TOKENS, Flow, Flows, NotShared, digest
 from .flow_attention import AttentionFlows, new_tokens
 from .flow_static import StaticStart
 from .mask_effects import Writers
+from .sites import CacheSite
 from .tensors import expr, is_tensor, shape, source_name
 
 __all__ = ["ProveSharing"]

@@ -11,7 +11,8 @@ from typing import Any
 from torch.fx import Node
 
 from .advice import advise
-from .base import AttentionSite, CacheSite, GraphState
+from .base import GraphState
+from .sites import AttentionSite, CacheSite
 from .tensors import shape
 
 __all__ = ["CacheReport", "GraphReport", "SiteReport", "layer_of", "report"]

@@ -14,11 +14,12 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from .._layout import ArenaLayout
-from .base import AttentionSite, CacheGroupSites, CacheSite, GraphState, NewInput, Pass
+from .base import GraphState, NewInput, Pass
 from .emit import Emitter
 from .mask_effects import Writers
 from .masks import MaskSpec
 from .prune import prune
+from .sites import AttentionSite, CacheGroupSites, CacheSite
 from .static_reads import StaticReads
 from .streams import wait_for_layers
 from .symbols import fake_like, fresh_size, size_node

@@ -12,9 +12,10 @@ import operator
 import torch
 from torch.fx import Node
 
-from .base import CacheSite, GraphState, Pass
+from .base import GraphState, Pass
 from .caches import joined
 from .mask_effects import Writers
+from .sites import CacheSite
 from .slices import one_slice
 from .static import born_as_zeros
 from .tensors import argument, is_call, is_tensor, same_size, shape

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from .base import CacheSite, GraphState, Pass
+from .base import GraphState, Pass
 from .mask_effects import Writers
+from .sites import CacheSite
 from .slices import one_slice
 from .static_writes import Write, read_write, whole
 from .subgraph import ancestors

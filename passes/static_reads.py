@@ -8,7 +8,7 @@ from torch import SymInt
 from torch.fx import Graph, Node
 
 from .. import ops
-from .base import AttentionSite
+from .sites import AttentionSite
 from .symbols import fake_like, size_node
 from .tensors import expr, same_size
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from .base import Start
+from .sites import Start
 from .slices import one_slice
 from .tensors import argument, is_call, is_tensor, same_size, shape
 
