@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +23,11 @@ from ._errors import SavedCacheError
 from ._layout import is_packed, unpack
 from .files import replacing
 from .identity import fingerprint
-from .runtime import CacheGroup, Row, SiteSpec, View, manager
+from .runtime import Row, SiteSpec, View, manager
 from .runtime.restore import SavedView, restore
 from .runtime.tiers import memory_of
 from .saved import is_sound
+from .skeleton import SkeletonReader, SkeletonWriter
 from .tensor import PagedStack, PagedTensor
 from .tensor.handle import plain
 
@@ -36,19 +36,6 @@ __all__ = ["load", "save"]
 MAGIC = b"paged_inductor cache\n"
 VERSION = 1
 LONGEST_CRC = 2**32 - 1  # in the place of one that is not known yet
-_ALLOWED = {
-    ("builtins", name)
-    for name in ("object", "list", "dict", "tuple", "set", "frozenset", "slice", "complex", "bytearray")
-} | {
-    ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
-    ("copyreg", "_reconstructor"),
-    ("torch", "device"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
-}
-_ALLOWED_MODULES = ("transformers.cache_utils",)
 
 
 def save(cache: Any, path: str | os.PathLike[str], *, model: nn.Module | None = None) -> None:
@@ -58,24 +45,24 @@ def save(cache: Any, path: str | os.PathLike[str], *, model: nn.Module | None = 
     share are written once. model: whose cache it is; `load` then wants the same model (see `identity.fingerprint`).
     Raises `SavedCacheError` if the object holds something that `load` would not accept.
     """
-    writer = _Writer()
+    writer = SkeletonWriter()
     skeleton = writer.skeleton(cache)
+    groups = [_SavedGroup(views) for views in writer.groups]
     target = Path(path)
-    views = [view for group in writer.groups for view in group.views]
-    with manager().using(*views), replacing(target) as file:
+    with manager().using(*(view for views in writer.groups for view in views)), replacing(target) as file:
         header: dict[str, Any] = {
             "version": VERSION,
             "torch": torch.__version__,
             "model": fingerprint(model) if model is not None else None,
             "skeleton": {"bytes": len(skeleton), "crc": zlib.crc32(skeleton)},
-            "groups": [group.header() for group in writer.groups],
+            "groups": [group.header() for group in groups],
             "tensors": [_tensor_header(tensor) for tensor in writer.tensors],
             "stacks": writer.stacks,
             "handles": writer.handles,
         }
         size = _write_header(file, header, 0)
         file.write(skeleton)
-        for group, facts in zip(writer.groups, header["groups"]):
+        for group, facts in zip(groups, header["groups"]):
             facts["crcs"] = [_write(file, section) for section in group.sections()]
         for tensor, facts in zip(writer.tensors, header["tensors"]):
             facts[-1] = _write(file, tensor)
@@ -112,7 +99,7 @@ def load(
     handles = [PagedTensor(views[g][v], plain(site, axes)) for g, v, site, axes in header["handles"]]
     stacks = [PagedStack([handles[i] for i in parts], lead) for parts, lead in header["stacks"]]
     made: dict[str, list[Any]] = {"handle": handles, "stack": stacks, "tensor": tensors}
-    return _Reader(io.BytesIO(pickled), made, {(c.__module__, c.__qualname__) for c in allow}, path).load()
+    return SkeletonReader(io.BytesIO(pickled), made, {(c.__module__, c.__qualname__) for c in allow}, path).load()
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -121,9 +108,9 @@ def load(
 class _SavedGroup:
     """What is saved of a cache group: some views, their rows, and the blocks of these."""
 
-    def __init__(self, group: CacheGroup) -> None:
-        self.group = group
-        self.views: list[View] = []
+    def __init__(self, views: Sequence[View]) -> None:
+        self.group = views[0].group
+        self.views = views
 
     def header(self) -> dict[str, Any]:
         """The group in numbers. Obligation: a step uses the views, so that their blocks are in place."""
@@ -168,48 +155,6 @@ class _SavedGroup:
                 for place, filled in self._partly:
                     part[place, :, filled:] = 0
             yield values
-
-
-class _Writer(pickle.Pickler):
-    """Pickles a cache object, with references in the places of its tensors."""
-
-    def __init__(self) -> None:
-        self._buffer = io.BytesIO()
-        super().__init__(self._buffer, protocol=4)
-        self.groups: list[_SavedGroup] = []
-        self.handles: list[tuple[int, int, int, str]] = []
-        self.stacks: list[tuple[list[int], list[int]]] = []
-        self.tensors: list[Tensor] = []
-
-    def skeleton(self, cache: Any) -> bytes:
-        try:
-            self.dump(cache)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise SavedCacheError(f"this {type(cache).__name__} cannot be saved: {error}; pass its tensors") from error
-        return self._buffer.getvalue()
-
-    def persistent_id(self, value: Any) -> tuple[str, int] | None:
-        if isinstance(value, PagedStack):
-            self.stacks.append(([self._handle(handle) for handle in value.handles], list(value.lead)))
-            return ("stack", len(self.stacks) - 1)
-        if isinstance(value, PagedTensor) and value._form is plain(value._form.site, value._form.axes):
-            return ("handle", self._handle(value))
-        if isinstance(value, Tensor):
-            self.tensors.append(value.dense() if isinstance(value, PagedTensor) else value.detach())
-            return ("tensor", len(self.tensors) - 1)
-        return None
-
-    def _handle(self, handle: PagedTensor) -> int:
-        view = handle._view
-        group = next((g for g, saved in enumerate(self.groups) if saved.group is view.group), len(self.groups))
-        if group == len(self.groups):
-            self.groups.append(_SavedGroup(view.group))
-        views = self.groups[group].views
-        if not any(view is other for other in views):
-            views.append(view)
-        number = next(v for v, other in enumerate(views) if other is view)
-        self.handles.append((group, number, handle._form.site, handle._form.axes))
-        return len(self.handles) - 1
 
 
 def _tensor_header(tensor: Tensor) -> list[Any]:
@@ -305,29 +250,3 @@ def _load_tensor(file: IO[bytes], saved: Sequence[Any], device: Any, path: Any) 
     if not size:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device or where)
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape).to(device or where)
-
-
-class _Reader(pickle.Unpickler):
-    """Makes the cache object again. Only names that are allowed are looked up: a file runs no code of its own."""
-
-    def __init__(self, file: IO[bytes], made: dict[str, list[Any]], allowed: set[tuple[str, str]], path: Any) -> None:
-        super().__init__(file)
-        self._made = made
-        self._allowed = allowed
-        self._path = path
-
-    def persistent_load(self, reference: tuple[str, int]) -> Any:
-        kind, number = reference
-        return self._made[kind][number]
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED | self._allowed:
-            return super().find_class(module, name)
-        if module in _ALLOWED_MODULES and name.isidentifier():
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:  # not what the module has imported
-                return found
-        raise SavedCacheError(
-            f"{self._path} holds a {module}.{name}, which is not loaded from files unless you say so: "
-            f"load(path, allow=[{name}]) if you trust the file"
-        )

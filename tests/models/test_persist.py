@@ -21,6 +21,7 @@ import torch
 
 import paged_inductor
 from paged_inductor import PagedTensor, SavedCacheError, persist
+from paged_inductor.skeleton import SkeletonReader
 
 from .test_stacked import OneTensor
 from .zoo import Decoder, Form, generate
@@ -299,4 +300,4 @@ def test_only_classes_of_transformers_caches_are_named(path: Path) -> None:
         assert hasattr(cache_utils, name)
         data = b"ctransformers.cache_utils\n" + name.encode() + b"\n."
         with pytest.raises(SavedCacheError, match=name):
-            persist._Reader(io.BytesIO(data), {}, set(), path).load()
+            SkeletonReader(io.BytesIO(data), {}, set(), path).load()
