@@ -73,22 +73,22 @@ def leq(expr: sympy.Expr) -> Pred:
 
 def conj(*preds: Pred) -> Pred:
     """All of `preds`, simplified."""
-    args: dict[Pred, None] = {}
-    for p in preds:
-        args.update(dict.fromkeys(p.args if isinstance(p, And) else (p,)))
-    if FALSE in args or any(negate(p) in args for p in args if isinstance(p, Leq | Leaf)):
-        return FALSE
-    return next(iter(args)) if len(args) == 1 else And(tuple(args))
+    return _joined(And, preds, FALSE)
 
 
 def disj(*preds: Pred) -> Pred:
     """One of `preds`, simplified."""
+    return _joined(Or, preds, TRUE)
+
+
+def _joined(kind: type[And | Or], preds: Iterable[Pred], decisive: Pred) -> Pred:
+    """decisive: the predicate that decides about the whole; one that is joined to its own negation does, too."""
     args: dict[Pred, None] = {}
     for p in preds:
-        args.update(dict.fromkeys(p.args if isinstance(p, Or) else (p,)))
-    if TRUE in args or any(negate(p) in args for p in args if isinstance(p, Leq | Leaf)):
-        return TRUE
-    return next(iter(args)) if len(args) == 1 else Or(tuple(args))
+        args.update(dict.fromkeys(p.args if isinstance(p, kind) else (p,)))
+    if decisive in args or any(negate(p) in args for p in args if isinstance(p, Leq | Leaf)):
+        return decisive
+    return next(iter(args)) if len(args) == 1 else kind(tuple(args))
 
 
 @lru_cache(maxsize=4096)
