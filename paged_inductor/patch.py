@@ -55,7 +55,7 @@ class PagedForward:
         """Drop `reports`."""
         reports.forget(self._owner)
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable  # with all that it calls: a compiler around it traces none of it; its own still works
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hooks = self._hooks.now()
         compiled = self._compiled

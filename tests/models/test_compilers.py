@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 import paged_inductor
 from paged_inductor import PagedTensor
@@ -30,6 +33,34 @@ def test_same_tokens_with_every_inner_compiler(inner: str) -> None:
     tokens, past = generate(step, prompt, 30)
     assert torch.equal(tokens, expected)
     assert isinstance(past[0][0], PagedTensor)
+
+
+@pytest.mark.parametrize("around", ["torch.compile", "page"])
+def test_a_compiler_around_a_paged_model_traces_nothing_but_models(around: str) -> None:
+    """What `page` does before each call reads the books and the tenant: no business of a tracer, which keeps values."""
+
+    class Around(torch.nn.Module):
+        def __init__(self, inside: torch.nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, tokens: torch.Tensor, past: Any = None) -> Any:
+            return self.inside(tokens, past)
+
+    torch.manual_seed(1)
+    model = paged_inductor.page(Decoder(Form(gqa="expand"), layers=1), inner="eager")
+    prompt = torch.randint(0, 61, (2, 7))
+    expected, _ = generate(model, prompt, 20)
+    compiled = torch.compile(model, backend="eager")
+    step = compiled if around == "torch.compile" else paged_inductor.page(Around(model), inner="eager")
+    clear_compilation_metrics()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Dynamo's, when it traces what keeps its results
+        tokens, past = generate(step, prompt, 20)
+    assert torch.equal(tokens, expected)
+    assert isinstance(past[0][0], PagedTensor)
+    traced = {str(frame.co_name) for frame in get_compilation_metrics()}
+    assert all(re.fullmatch(r"forward(_\d+)?", name) for name in traced), traced
 
 
 def test_generated_code_writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
