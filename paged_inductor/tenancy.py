@@ -37,6 +37,8 @@ def tenant(
         raise ConfigurationError(f"tenant name {name!r} is not allowed: give a text that is not empty")
     if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool)):
         raise ConfigurationError(f"priority={priority!r} is not allowed: give an int, 0 for the usual one")
+    if salt is not None and not isinstance(salt, (str, bytes)):  # of a number, bytes() makes that many zeros
+        raise ConfigurationError(f"salt={salt!r} is not allowed: give a text or bytes")
     limit = None if quota is None else float("inf") if quota == "none" else float(parse_bytes(quota, "quota"))
     if share is not None:
         require_choice("share", share, SHARES)
@@ -48,7 +50,7 @@ def tenant(
     if share is not None:
         who.share = share
     if salt is not None:
-        who.salt = salt.encode() if isinstance(salt, str) else bytes(salt)
+        who.salt = salt.encode() if isinstance(salt, str) else salt
     token = entered.set(name)
     try:
         yield who

@@ -132,16 +132,16 @@ def test_settings_stay_until_they_are_changed(runtime: Manager) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"quota": "much"}, {"quota": -1}, {"priority": "high"}, {"priority": True}, {"share": "all"}],
+    [{"quota": "much"}, {"quota": -1}, {"priority": "high"}, {"priority": True}, {"share": "all"}, {"salt": 7}],
     ids=str,
 )
 def test_bad_settings_are_refused_and_change_nothing(runtime: Manager, options: dict) -> None:
     name = next(iter(options))
     with tenant("a", quota="1MiB", priority=3, share="system") as who:
-        before = (who.limit, who.priority, who.share)
+        before = (who.limit, who.priority, who.share, who.salt)
         with pytest.raises(ConfigurationError, match=f"{name}="), tenant("a", **options):
             pass
-        assert (who.limit, who.priority, who.share) == before
+        assert (who.limit, who.priority, who.share, who.salt) == before
         assert runtime.tenants.current() is who
     with pytest.raises(ConfigurationError, match="tenant name"), tenant(""):
         pass
