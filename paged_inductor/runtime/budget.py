@@ -275,4 +275,6 @@ class Budget:
         limit = self.limit(group.sites[0].device)
         refused = self._refused.get(threading.get_ident(), "")
         missing_blocks = wanted - group.pool.num_free - (0 if refused else spare)
-        return budget_exceeded(self._groups, limit, missing_blocks, group.block_bytes, refused)
+        return budget_exceeded(
+            self._groups, limit, missing_blocks, group.block_bytes, refused, self._swap.storage.refusals()
+        )

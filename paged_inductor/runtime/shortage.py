@@ -14,10 +14,10 @@ __all__ = ["budget_exceeded", "quota_exceeded"]
 
 
 def budget_exceeded(
-    groups: Iterable[CacheGroup], limit: int, missing: int, block_bytes: int, refused: str = ""
+    groups: Iterable[CacheGroup], limit: int, missing: int, block_bytes: int, refused: str = "", unswapped: str = ""
 ) -> KVBudgetExceeded:
     """The error for `missing` blocks that the budget of `limit` bytes does not allow, or for which the device gives no
-    memory: `refused` says how."""
+    memory: `refused` says how. unswapped: why the system did not take what was to be swapped out."""
     holders = _holders(groups)
     what = f"the device gives no memory within the KV budget of {size(limit)} ({refused})"
     if not refused:
@@ -25,14 +25,16 @@ def budget_exceeded(
     return KVBudgetExceeded(
         f"{what}: this step needs {missing} more block(s) of {size(block_bytes)}. "
         f"{_held('Held now by', holders, 'Existing caches are intact')} the batch, "
-        f'raise the limit with paged_inductor.configure(kv_budget="…GiB"), or {_swapping()}',
+        f'raise the limit with paged_inductor.configure(kv_budget="…GiB"), or {_swapping(unswapped)}',
         holders,
     )
 
 
-def _swapping() -> str:
-    """What swapping could do."""
+def _swapping(unswapped: str) -> str:
+    """What swapping could do, or why it did not."""
     options = config()
+    if unswapped:
+        return f"mend what keeps caches that are not in use from being swapped out ({unswapped})"
     if options.swap_disk or options.swap_host:
         have = f"they have swap_disk={size(options.swap_disk)}, swap_host={size(options.swap_host or 0)}"
         return f"give the caches that are not in use more room elsewhere ({have}), unless all are in use"

@@ -67,6 +67,11 @@ class Storage:
             self._blocks[extent] = set()
             yield extent
 
+    def refusals(self) -> str:
+        """What the system said of the tiers in which it gives no more room, though their limits allow it."""
+        tiers = [tier for tier in (self._host, self._disk) if tier.limit and tier.refusal]
+        return "; ".join(f"{tier.name}: {tier.refusal}" for tier in tiers)
+
     def _near(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, memory that is taken at once, as pinned memory is, lies next to a GPU."""
         if self._nodes is None or device.type != "cuda":
@@ -82,7 +87,9 @@ class Storage:
                 self._spare = free_bytes(torch.device("cpu")) // 2
             limit = self._spare
         self._host.limit, self._disk.limit = limit or 0, options.swap_disk
-        self._disk.folder = options.swap_dir or tempfile.gettempdir()
+        folder = options.swap_dir or tempfile.gettempdir()
+        if folder != self._disk.folder:
+            self._disk.folder, self._disk.refusal = folder, ""
         return [tier for tier in (self._host, self._disk) if tier.limit]
 
     def _demote(self, group: CacheGroup, tier: Tier, size: int, lower: Sequence[Tier], moving: Moving) -> None:

@@ -63,7 +63,8 @@ class Extent(ABC):
         except (OSError, MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not (is_out_of_memory(error) or "start new thread" in str(error)):
                 raise
-            raise TierFull(str(error)) from error
+            raise self.tier.refused(error) from error
+        self.tier.refusal = ""
 
     @abstractmethod
     def _fill(self, parts: Sequence[Part]) -> None: ...
@@ -95,13 +96,20 @@ class Extent(ABC):
 
 
 class Tier(ABC):
-    """limit, used: bytes. name: for people."""
+    """limit, used: bytes. name: for people. refusal: what the system said when it gave no more room within the limit;
+    empty once it has given some again."""
 
     name: str
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.refusal = ""
+
+    def refused(self, error: Exception) -> TierFull:
+        """What to raise when the system gave no room; `refusal` keeps why."""
+        self.refusal = str(error)
+        return TierFull(self.refusal)
 
     def make(self, parts: Sequence[Part], count: int, pinned: bool = False) -> Extent:
         """Room for `count` blocks, in pinned memory if that serves. Raises `TierFull`.
@@ -114,7 +122,7 @@ class Tier(ABC):
         try:
             extent = self._make([part._replace(fill=_used) for part in parts], count, size, pinned)
         except (OSError, MemoryError, RuntimeError) as error:
-            raise TierFull(str(error)) from error
+            raise self.refused(error) from error
         self.used += size
         return extent
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -114,6 +116,26 @@ def swap_everything_out() -> int:
     runtime = manager()
     with runtime.locked():
         return sum(runtime.swap.out(group, 10**6, ()) for group in runtime.groups)
+
+
+def test_a_swap_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    model = paged_model()
+    expected = conversations(copy.deepcopy(model), 3, 2)
+    gc.collect()
+    paged_inductor.trim()
+    configure(kv_budget=budget_of(7), swap_disk="1GiB", swap_dir=str(folder))
+    folder.rmdir()
+    with pytest.raises(KVBudgetExceeded) as raised:
+        conversations(model, 3, 2)
+    assert "mend what keeps caches that are not in use from being swapped out (disk: " in str(raised.value)
+    assert f"No such file or directory: '{folder}" in str(raised.value)
+    del raised
+    gc.collect()
+    folder.mkdir()
+    assert all(map(torch.equal, conversations(model, 3, 2), expected))
+    assert manager()._budget._swap.storage.refusals() == ""  # it is forgotten when there is room again
 
 
 @pytest.mark.parametrize("fault", ["changed", "cut off", "gone"])
