@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile -c constraints.txt
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help env demo test lint format fuzz kernels bench gpu coverage clean
+.PHONY: help env demo test lint format fuzz kernels bench gpu emulated coverage clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -28,6 +29,14 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile \
 		--no-deps --target $(VENV)/triton-oldest 'triton==3.6.*'
+	@touch $@
+
+# A CUDA build of PyTorch, which is several GB, and the headers of its runtime.
+$(CUDA_VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile \
+		'torch==2.11.*' -e '.[hf,testing]' pytest ninja 'numpy<2.4'
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-deps 'nvidia-cuda-crt==13.0.*'
 	@touch $@
 
 # Without their dependencies: litgpt and torchtune ask for versions of others that are not needed to build a model.
@@ -76,8 +85,11 @@ bench: $(VENV)/.dev ## the benchmarks; results go to benchmarks/results (an hour
 gpu: $(VENV)/.dev ## test and measure the kernels on a GPU; results go to benchmarks/results (8 minutes)
 	$(BIN)/python -m benchmarks.gpu
 
+emulated: $(CUDA_VENV)/.done ## the GPU tests on an emulated GPU: PyTorch's own CUDA graphs, streams and allocator (10 minutes)
+	$(CUDA_VENV)/bin/python -m tests.emulated -q -m gpu tests/gpu
+
 coverage: $(VENV)/.coverage ## the table of models in docs/coverage.md (half an hour)
 	$(BIN)/python -m benchmarks.coverage
 
 clean: ## everything that make made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_pages.png
+	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_pages.png

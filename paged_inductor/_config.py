@@ -89,8 +89,8 @@ def parse_bytes(value: int | str, name: str = "kv_budget") -> int:
     return int(float(match[1]) * unit)
 
 
-def _bytes_or_zero(value: int | str, name: str) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value, name)
+def _bytes_or_zero(value: int | str | None, name: str) -> int:
+    return 0 if value is None or (value == 0 and not isinstance(value, bool)) else parse_bytes(value, name)
 
 
 def _require_folder(value: Any) -> str:

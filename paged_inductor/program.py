@@ -200,9 +200,9 @@ class PagedProgram:
         if not self._warned:
             self._warned = True
             why = (
-                "the layers of the cache it was given no longer share one block table (were some cropped or reordered "
+                "the layers of the cache it was given do not share one block table (were some cropped or reordered "
+                "differently, or written by another graph, as after a graph break or under autocast?)"
             )
-            why += "differently?)"
             if in_place:
                 why += ", or write to positions that are not consecutive or not the same in all layers"
             warnings.warn(

@@ -123,6 +123,8 @@ def test_offsets_past_int32(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("in tests/kernels")
     last = 2**21 + 1
+    if torch.cuda.mem_get_info(device)[0] < last * 4200:
+        pytest.skip("takes 8.3 GiB of device memory")
     arena = torch.zeros(last + 1, 8, 16, 16, dtype=torch.float16, device=device)
     table = torch.tensor([[last]], dtype=torch.int32, device=device)
     lens = torch.tensor([5], dtype=torch.int32, device=device)

@@ -259,6 +259,12 @@ def test_amounts_of_memory(text: int | str, wanted: int) -> None:
     assert configure(kv_budget=text).kv_budget == wanted
 
 
+@pytest.mark.parametrize("none", [None, 0])
+def test_no_disk(none: int | None) -> None:
+    configure(swap_disk="1GiB")
+    assert configure(swap_disk=none).swap_disk == 0
+
+
 def test_sizes_of_blocks() -> None:
     for tokens in (8, 16, 32, 64, 128, 256):
         assert configure(block_size=tokens).block_size == tokens
