@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ class Launcher:
         assert stream == torch.cuda.current_stream().cuda_stream
         arguments = [self._on_host(argument) for argument in rest[5:]]
         kernel = _interpreted(self._function)
-        self.operators.enqueue(lambda: kernel.run(*arguments, grid=(x, y, z), warmup=False))
+        run = partial(kernel.run, *arguments, grid=(x, y, z), warmup=False)
+        self.operators.enqueue(torch.compiler.disable(run))  # whoever waits for it may be compiling
 
     def _on_host(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
