@@ -268,7 +268,8 @@ class Budget:
             if self.waiters.others_transfer():  # what they move cannot be moved now
                 self.waiters.wait_for_others()
                 return
-            raise quota_exceeded(self._groups, account, wanted * group.block_bytes)
+            more = wanted * group.block_bytes
+            raise quota_exceeded(self._groups, account, more, self._swap.storage.refusals())
 
     def _exceeded(self, group: CacheGroup, wanted: int) -> KVBudgetExceeded:
         spare = max(0, self._spare(group)) // group.block_bytes

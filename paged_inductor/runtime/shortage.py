@@ -43,8 +43,8 @@ def _swapping(unswapped: str) -> str:
     )
 
 
-def quota_exceeded(groups: Iterable[CacheGroup], account: Account, more: int) -> QuotaExceeded:
-    """The error for `more` bytes that an account's limit does not allow."""
+def quota_exceeded(groups: Iterable[CacheGroup], account: Account, more: int, unswapped: str = "") -> QuotaExceeded:
+    """The error for `more` bytes that an account's limit does not allow. unswapped: as of `budget_exceeded`."""
     name = getattr(account, "name", "?")
     holders = _holders(groups, account)
     intact = "Its caches are intact, and no other tenant's were touched"
@@ -52,7 +52,8 @@ def quota_exceeded(groups: Iterable[CacheGroup], account: Account, more: int) ->
         f"tenant {name!r} holds {size(account.used)} of its quota of {size(account.limit)}, this step needs "
         f"{size(more)} more. "
         f"{_held('Held by', holders, intact)} the batch, "
-        f'or raise the quota with paged_inductor.tenant({name!r}, quota="…GiB")',
+        f'{"" if unswapped else "or "}raise the quota with paged_inductor.tenant({name!r}, quota="…GiB")'
+        f"{unswapped and f', or {_swapping(unswapped)}'}",
         holders,
     )
 

@@ -138,6 +138,20 @@ def test_a_swap_folder_that_is_gone_is_named(tmp_path: Path) -> None:
     assert manager()._budget._swap.storage.refusals() == ""  # it is forgotten when there is room again
 
 
+def test_a_tenant_over_its_quota_is_told_of_a_swap_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    model = paged_model()
+    configure(swap_disk="1GiB", swap_dir=str(folder))
+    folder.rmdir()
+    with tenant("small", quota=budget_of(7)), pytest.raises(QuotaExceeded) as raised:
+        conversations(model, 3, 2)
+    assert "the batch, raise the quota with paged_inductor.tenant('small', quota=\"…GiB\"), or mend" in str(
+        raised.value
+    )
+    assert f"No such file or directory: '{folder}" in str(raised.value)
+
+
 @pytest.mark.parametrize("fault", ["changed", "cut off", "gone"])
 def test_a_faulty_swap_file_is_an_error_of_its_cache_alone(fault: str) -> None:
     model = paged_model()
