@@ -3,10 +3,11 @@
 // and done as late as the rules of CUDA allow: when somebody waits for it. What a program forgets to wait for is then
 // missing, every time. Operations that CUDA forbids while a stream is captured fail as there, and end the capture.
 //
-// Kernels are host functions, given to `emulated_enqueue`: launches of device code fail. One thread at a time.
+// Kernels are host functions, given to `emulated_enqueue`: launches of device code fail.
 #include <cuda_runtime_api.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,12 +18,14 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
 namespace {
 
 using Work = std::function<void()>;
+using Lock = std::unique_lock<std::mutex>;
 
 struct Stream;
 
@@ -37,6 +40,7 @@ struct Graph {
 struct Stream {
   std::deque<Work> queue;
   unsigned long long enqueued = 0, done = 0;
+  std::thread::id worker;  // who does the latest of its work just now, if anybody
   Graph* graph = nullptr;  // that it is captured into
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   int priority = 0;
@@ -57,7 +61,8 @@ struct Executable {
 
 const size_t MEMORY = size_t(6) << 30;
 
-std::recursive_mutex mutex;
+std::mutex mutex;  // of all that follows
+std::condition_variable progress;
 Stream default_stream;
 std::set<Stream*> streams{&default_stream};
 std::map<char*, size_t> device_memory, pinned_memory;
@@ -81,24 +86,46 @@ Stream* stream_of(cudaStream_t handle) {
   return is_default ? &default_stream : reinterpret_cast<Stream*>(handle);
 }
 
-void finish(Stream* stream, unsigned long long ticket) {
-  while (stream->done < ticket && !stream->queue.empty()) {
+void enqueue(Stream* stream, const Work& work) {
+  if (Graph* graph = stream->graph) {
+    graph->nodes.push_back(work);
+    graph->last_node_of[stream] = graph->nodes.size();
+    return;
+  }
+  stream->queue.push_back(work);
+  stream->enqueued++;
+}
+
+// Work is done by whoever waits for it, without the lock: it may need Python's, which others may hold who wait for ours.
+void finish(Lock& lock, Stream* stream, unsigned long long ticket) {
+  while (stream->done < ticket) {
+    if (stream->worker == std::this_thread::get_id()) return;  // work that waits for itself
+    if (stream->worker != std::thread::id()) {
+      progress.wait(lock);
+      continue;
+    }
     Work work = std::move(stream->queue.front());
     stream->queue.pop_front();
-    stream->done++;  // before the work, which may throw
-    work();
+    stream->worker = std::this_thread::get_id();
+    lock.unlock();
+    std::exception_ptr raised;
+    try {
+      work();
+    } catch (...) {
+      raised = std::current_exception();
+    }
+    work = nullptr;
+    lock.lock();
+    stream->worker = std::thread::id();
+    stream->done++;
+    progress.notify_all();
+    if (raised) std::rethrow_exception(raised);
   }
 }
 
-void finish_all() {
-  for (bool again = true; again;) {
-    again = false;
-    for (Stream* stream : streams)
-      if (!stream->queue.empty()) {
-        again = true;
-        finish(stream, stream->enqueued);
-      }
-  }
+void finish_all(Lock& lock) {
+  const std::vector<Stream*> all(streams.begin(), streams.end());
+  for (Stream* stream : all) finish(lock, stream, stream->enqueued);
 }
 
 // Whether this thread may not do now what waits for the device, or takes memory.
@@ -130,7 +157,7 @@ cudaError_t device_code(const void* function) {
 
 }  // namespace
 
-#define LOCK std::lock_guard<std::recursive_mutex> lock(mutex)
+#define LOCK Lock lock(mutex)
 #define REFUSE_IN_CAPTURE \
   if (is_forbidden()) return invalidate(cudaErrorStreamCaptureUnsupported)
 
@@ -140,14 +167,7 @@ extern "C" {
 
 void emulated_enqueue(void* handle, const Work& work) {
   LOCK;
-  Stream* stream = stream_of(static_cast<cudaStream_t>(handle));
-  if (Graph* graph = stream->graph) {
-    graph->nodes.push_back(work);
-    graph->last_node_of[stream] = graph->nodes.size();
-    return;
-  }
-  stream->queue.push_back(work);
-  stream->enqueued++;
+  enqueue(stream_of(static_cast<cudaStream_t>(handle)), work);
 }
 
 bool emulated_is_capturing(void* handle) { return stream_of(static_cast<cudaStream_t>(handle))->graph != nullptr; }
@@ -225,7 +245,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 cudaError_t cudaDeviceSynchronize() {
   LOCK;
   REFUSE_IN_CAPTURE;
-  finish_all();
+  finish_all(lock);
   return cudaSuccess;
 }
 
@@ -266,7 +286,7 @@ cudaError_t cudaFree(void* pointer) {
   LOCK;
   if (!pointer) return cudaSuccess;
   REFUSE_IN_CAPTURE;
-  finish_all();
+  finish_all(lock);
   auto found = device_memory.find(static_cast<char*>(pointer));
   if (found == device_memory.end()) return fail(cudaErrorInvalidValue);
   allocated -= found->second;
@@ -283,7 +303,7 @@ cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
 }
 cudaError_t cudaFreeHost(void* pointer) {
   LOCK;
-  finish_all();
+  finish_all(lock);
   pinned_memory.erase(static_cast<char*>(pointer));
   free(pointer);
   return cudaSuccess;
@@ -316,21 +336,24 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* facts, const void* p
 
 // Copies: pageable memory is read at the call, and is written to before it returns; pinned memory when its turn comes.
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t handle) {
   LOCK;
+  Stream* stream = stream_of(handle);
   if (!is_within(device_memory, from) && !is_within(pinned_memory, from)) {
     auto read = std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + size);
-    emulated_enqueue(stream, [=] { memcpy(to, read->data(), size); });
+    enqueue(stream, [=] { memcpy(to, read->data(), size); });
     return cudaSuccess;
   }
-  emulated_enqueue(stream, [=] { memmove(to, from, size); });
   bool waits = !is_within(device_memory, to) && !is_within(pinned_memory, to);
-  return waits ? cudaStreamSynchronize(stream) : cudaSuccess;
+  if (waits && (stream->graph || is_forbidden())) return invalidate(cudaErrorStreamCaptureUnsupported);
+  enqueue(stream, [=] { memmove(to, from, size); });
+  if (waits) finish(lock, stream, stream->enqueued);
+  return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
   LOCK;
   REFUSE_IN_CAPTURE;
-  finish(&default_stream, default_stream.enqueued);
+  finish(lock, &default_stream, default_stream.enqueued);
   memmove(to, from, size);
   return cudaSuccess;
 }
@@ -352,7 +375,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int pri
 cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   LOCK;
-  finish(stream_of(handle), stream_of(handle)->enqueued);
+  finish(lock, stream_of(handle), stream_of(handle)->enqueued);
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
@@ -369,7 +392,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Stream* stream = stream_of(handle);
   if (stream->graph) return invalidate(cudaErrorStreamCaptureUnsupported);
   REFUSE_IN_CAPTURE;
-  finish(stream, stream->enqueued);
+  finish(lock, stream, stream->enqueued);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
@@ -389,7 +412,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsign
     event->node = stream->graph->nodes.size();
     return cudaSuccess;
   }
-  emulated_enqueue(on, [event] { event->milliseconds = now(); });
+  enqueue(stream, [event] { event->milliseconds = now(); });
   event->stream = stream;
   event->ticket = stream->enqueued;
   return cudaSuccess;
@@ -407,7 +430,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   auto* event = reinterpret_cast<Event*>(handle);
   if (event->graph) return invalidate(cudaErrorCapturedEvent);
   REFUSE_IN_CAPTURE;
-  if (event->stream) finish(event->stream, event->ticket);
+  if (event->stream) finish(lock, event->stream, event->ticket);
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
@@ -434,7 +457,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t what, unsigned)
   if (!other) return cudaSuccess;
   unsigned long long ticket = event->ticket;
   if (stream->graph) return other->done < ticket ? invalidate(cudaErrorStreamCaptureIsolation) : cudaSuccess;
-  emulated_enqueue(handle, [=] { finish(other, ticket); });
+  enqueue(stream, [=] {
+    LOCK;
+    finish(lock, other, ticket);
+  });
   return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
@@ -510,7 +536,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
   LOCK;
   graph_launches++;
   auto nodes = reinterpret_cast<Executable*>(handle)->nodes;
-  emulated_enqueue(stream, [nodes] {
+  enqueue(stream_of(stream), [nodes] {
     for (const Work& work : *nodes) work();
   });
   return cudaSuccess;

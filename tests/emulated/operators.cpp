@@ -277,6 +277,7 @@ void enqueue(py::object work) {
     py::gil_scoped_acquire python;
     delete object;
   });
+  py::gil_scoped_release others;  // another thread may hold the runtime, and run Python there
   emulated_enqueue(current_stream(), [held] {
     py::gil_scoped_acquire python;
     Apart apart;

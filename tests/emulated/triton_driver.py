@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache, partial
 from typing import Any
 
@@ -14,10 +15,17 @@ from triton.runtime import interpreter, jit
 
 __all__ = ["EmulatedDriver", "install"]
 
+_language = threading.RLock()  # the interpreter puts its own functions in the place of the language's
+
 
 @cache
 def _interpreted(function: Any) -> interpreter.InterpretedFunction:
     return interpreter.InterpretedFunction(function)
+
+
+def _alone(function: Any, *args: Any, **options: Any) -> Any:
+    with _language:
+        return function(*args, **options)
 
 
 class Launcher:
@@ -33,7 +41,7 @@ class Launcher:
         assert stream == torch.cuda.current_stream().cuda_stream
         arguments = [self._on_host(argument) for argument in rest[5:]]
         kernel = _interpreted(self._function)
-        run = partial(kernel.run, *arguments, grid=(x, y, z), warmup=False)
+        run = partial(_alone, kernel.run, *arguments, grid=(x, y, z), warmup=False)
         self.operators.enqueue(torch.compiler.disable(run))  # whoever waits for it may be compiling
 
     def _on_host(self, argument: Any) -> Any:
@@ -113,6 +121,8 @@ def install(operators: Any) -> None:
     """Let Triton launch kernels on the emulated GPU."""
     Launcher.operators = operators
     jit.JITFunction.__call__ = _call_of_a_function
+    compiled = jit.JITFunction._do_compile
+    jit.JITFunction._do_compile = lambda self, *args: _alone(compiled, self, *args)
     interpreter.InterpreterBuilder.create_dot = _dot
     triton.runtime.driver._default = EmulatedDriver()
     triton.runtime.driver.set_active(triton.runtime.driver._default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ from paged_inductor.ops import library
 from paged_inductor.runtime import schedule
 from paged_inductor.runtime.shared_prefix import PrefixSharing
 
-from ..models.zoo import Decoder, Form, generate
+from ..models.zoo import Decoder, Form, decode, generate
 
 PLAIN = Form(heads_q=4, heads_kv=2, mask="none_or_is_causal")
 SMALL = Form(heads_q=2, heads_kv=1, mask="none_or_is_causal")
@@ -244,6 +245,39 @@ def test_streams_that_use_one_anothers_blocks(device: torch.device) -> None:
     for tokens, wanted in zip(found, expected):
         assert torch.equal(tokens, wanted)
     assert stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("budget", [None, 36_000])
+def test_threads_with_a_stream_each(budget: int | None, device: torch.device) -> None:
+    """Also where memory is short: one thread's caches leave, and come back, while others step."""
+    if device.type == "cpu":
+        pytest.skip("Triton's interpreter takes one thread, and CPUs have no streams")
+    paged_inductor.configure(block_size=8)
+    model, prompt, _ = decoder(device)
+    step = torch.compile(model, backend="paged_inductor", options={"inner": "eager"})
+    prompts = [(prompt + turn) % 61 for turn in range(6)]
+    expected = [generate(model, prompt, 10)[0] for prompt in prompts]
+    generate(step, prompt, 3)  # compiled
+    torch.cuda.synchronize()
+    paged_inductor.configure(kv_budget=budget and stats().bytes_used + budget, swap_host=2**30)
+    found: dict[int, torch.Tensor] = {}
+    all_began = threading.Barrier(len(prompts), timeout=300)
+
+    def work(turn: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            logits, past = step(prompts[turn], None)
+            all_began.wait()
+            found[turn] = decode(step, prompts[turn], logits, past, 10)[0].cpu()
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for turn, tokens in enumerate(expected):
+        assert torch.equal(found[turn], tokens.cpu())
+    assert stats().swaps_out > 0 or not budget
+    paged_inductor.check_integrity()
 
 
 def test_budget_of_device_memory(device: torch.device) -> None:
