@@ -48,12 +48,12 @@ def quota_exceeded(groups: Iterable[CacheGroup], account: Account, more: int, un
     name = getattr(account, "name", "?")
     holders = _holders(groups, account)
     intact = "Its caches are intact, and no other tenant's were touched"
+    raising = f'raise the quota with paged_inductor.tenant({name!r}, quota="…GiB")'
+    advice = f"{raising}, or {_swapping(unswapped)}" if unswapped else f"or {raising}"
     return QuotaExceeded(
         f"tenant {name!r} holds {size(account.used)} of its quota of {size(account.limit)}, this step needs "
         f"{size(more)} more. "
-        f"{_held('Held by', holders, intact)} the batch, "
-        f'{"" if unswapped else "or "}raise the quota with paged_inductor.tenant({name!r}, quota="…GiB")'
-        f"{unswapped and f', or {_swapping(unswapped)}'}",
+        f"{_held('Held by', holders, intact)} the batch, {advice}",
         holders,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ RUNTIME, DRIVER = "libcudart.so.13", "libcuda.so.1"
 
 def packages() -> Path:
     """Where PyTorch and CUDA's wheels are installed."""
-    import importlib.util
-
     spec = importlib.util.find_spec("torch")  # without importing it: that would load CUDA's own runtime
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parents[1]

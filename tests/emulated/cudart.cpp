@@ -176,7 +176,6 @@ bool emulated_is_pinned(const void* pointer) {
   return is_within(pinned_memory, pointer);
 }
 unsigned long long emulated_graph_launches() { return graph_launches; }
-unsigned long long emulated_captures() { return captures; }
 
 // Devices.
 

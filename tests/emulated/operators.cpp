@@ -19,7 +19,6 @@ void emulated_enqueue(void* stream, const Work& work);
 bool emulated_is_capturing(void* stream);
 bool emulated_is_pinned(const void* pointer);
 unsigned long long emulated_graph_launches();
-unsigned long long emulated_captures();
 }
 
 namespace {
@@ -292,5 +291,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("enqueue", &enqueue, "Call a function when its turn in the current stream comes.");
   module.def("on_host", &on_host, "A CPU tensor of the same memory, which it does not keep.");
   module.def("graph_launches", &emulated_graph_launches, "How many CUDA graphs were launched.");
-  module.def("captures", &emulated_captures, "How many captures were begun.");
 }
